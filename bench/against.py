@@ -1,12 +1,14 @@
-"""Compare this tree's speed with another checkout's, in alternation: `python bench/against.py ../before`.
+"""Compare this tree's speed with another checkout's, in alternation: `python bench/against.py
+../before`.
 
     git worktree add ../before COMMIT
     python bench/against.py ../before                           # rounds, scaling, population
     python bench/against.py ../before --only gpu               # on a GPU
 
-Every case runs in a process of its own, once for each tree, as often as `--times` says. Printed are the medians of both
-and their ratio. Times are seconds of CPU of all threads, on a GPU milliseconds of wall time. A case measures fedquilt
-alone. The scripts that the cases come from compare it with other ways.
+Every case runs in a process of its own, once for each tree, as often as `--times` says. Printed are
+the medians of both and their ratio. Times are seconds of CPU of all threads, on a GPU milliseconds
+of wall time. A case measures fedquilt alone. The scripts that the cases come from compare it with
+other ways.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def population() -> Times:
     import population as script
 
     return {
-        f"population: {count:,} clients": script.measure(count, 200, 15, "vectorised", "")["cpu"]
+        f"population: {count:,} clients": script.measure(count, 200, 15, "vectorized", "")["cpu"]
         for count in (2_000, 342_477)
     }
 

@@ -1,13 +1,15 @@
-"""What the engine `ray` costs on one machine: a round with 1 and 2 local workers against `vectorised`, in one run.
+"""What the engine `ray` costs on one machine: a round with 1 and 2 local workers against
+`vectorized`, in one run.
 
     python bench/cluster.py
     python bench/cluster.py --clients 40 --samples 200 --rounds 10 --chunks 2
 
-Each worker and `vectorised` have one thread. `ray` cuts a round's jobs into chunks, each with stacks of its own;
-`vectorised, in chunks` is the one engine on the same chunks, so that the difference to `ray` with one worker is what
-sending, folding apart and joining take. Medians over the rounds after the first two, which start the cluster. Engines
-take turns round by round, so that other work on the machine disturbs them alike. (Not named ray.py: it would be
-imported in place of Ray.)
+Each worker and `vectorized` have one thread. `ray` cuts a round's jobs into chunks, each with
+stacks of its own; `vectorized, in chunks` is the one engine on the same chunks, so that the
+difference to `ray` with one worker is what sending, folding apart and joining take. Medians over
+the rounds after the first two, which start the cluster. Engines take turns round by round, so that
+other work on the machine disturbs them alike. (Not named ray.py: it would be imported in place of
+Ray.)
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from measure import images, machine
 
 import fedquilt as fq
 from fedquilt.engines import Ray
-from fedquilt.engines.ray import Cluster, cut
+from fedquilt.engines.ray.engine import Cluster, cut
 from fedquilt.models import PreResNet
 from fedquilt.terms import Job
 
@@ -29,11 +31,13 @@ WARM = 2  # rounds that are not counted
 
 
 def in_chunks(run: fq.Run, chunks: int) -> float:
-    """Seconds that `vectorised` takes for the next round's jobs, chunk by chunk; nothing comes of it."""
+    """Seconds that `vectorized` takes for the next round's jobs, chunk by chunk; nothing comes of
+    it.
+    """
     method, server, engine = run.method, run.server, run.engine
     cohort = [
         run.fleet.client(id, server.round, 0, engine.data.size(id))
-        for id in run.fleet.cohort(server.round, 0)
+        for id in run.fleet.draw_cohort(server.round, 0)
     ]
     jobs = [
         Job(one, submodel, server.round)
@@ -49,13 +53,13 @@ def in_chunks(run: fq.Run, chunks: int) -> float:
 def prepare(clients: int, samples: int, workers: int = 0, chunks: int = 8) -> fq.Run:
     """HeteroFL with three shares on a small PreResNet, everybody in every round, nothing evaluated.
 
-    With workers it runs on a cluster, else on `vectorised`.
+    With workers it runs on a cluster, else on `vectorized`.
     """
     pool, parts = images(clients * samples, 3, 16, 16), torch.arange(clients * samples)
     data = fq.FederatedData.of(pool, images(100, 3, 16, 16), list(torch.split(parts, samples)))
     family = fq.trace(lambda: PreResNet((1, 1, 1), 10, 3, widths=(16, 32, 64)), data.example)
     fleet = fq.Fleet.of((1.0, 0.5, 0.25), clients, clients)
-    engine = Ray(data, cluster=Cluster(workers=workers), chunks=chunks) if workers else "vectorised"
+    engine = Ray(data, cluster=Cluster(workers=workers), chunks=chunks) if workers else "vectorized"
     return fq.prepare(
         fq.methods.HeteroFL(), family, data, fleet, engine, evaluation=fq.Evaluation(every=0)
     )
@@ -64,7 +68,7 @@ def prepare(clients: int, samples: int, workers: int = 0, chunks: int = 8) -> fq
 def play(run: fq.Run) -> float:
     """Seconds of the next round. One more is announced than is played: the last would be evaluated."""
     rounds = run.server.round + 2
-    played = fq.round.play(
+    played = fq.round.run_round(
         run.federation, run.server, run.fleet, run.engine, rounds, run.evaluation
     )
     run.server = played.server
@@ -73,23 +77,23 @@ def play(run: fq.Run) -> float:
 
 def compare(clients: int = 20, samples: int = 64, rounds: int = 8, chunks: int = 8) -> None:
     """The table: a round in every engine."""
-    runs = {"vectorised": prepare(clients, samples)}
+    runs = {"vectorized": prepare(clients, samples)}
     for name, workers in (("ray, 1 worker", 1), ("ray, 2 workers", 2)):
         runs[name] = prepare(clients, samples, workers, chunks)
-    chunked = "vectorised, in chunks"
+    chunked = "vectorized, in chunks"
     taken: dict[str, list[float]] = {name: [] for name in (*runs, chunked)}
     for _ in range(WARM + rounds):
-        taken[chunked].append(in_chunks(runs["vectorised"], chunks))
+        taken[chunked].append(in_chunks(runs["vectorized"], chunks))
         for name, run in runs.items():
             taken[name].append(play(run))
-    state = sum(weight.nbytes for weight in runs["vectorised"].server.weights.values())
+    state = sum(weight.nbytes for weight in runs["vectorized"].server.weights.values())
     print(
         f"{clients} clients of {samples} images, {state / 1e6:.1f} MB of weights, {chunks} chunks"
     )
     one = {name: statistics.median(seconds[WARM:]) for name, seconds in taken.items()}
     for name, seconds in one.items():
         print(
-            f"{name:<24}{1e3 * seconds:>9.1f} ms a round {seconds / one['vectorised']:>7.2f} times"
+            f"{name:<24}{1e3 * seconds:>9.1f} ms a round {seconds / one['vectorized']:>7.2f} times"
         )
     print(
         f"started: {taken['ray, 1 worker'][0]:.1f} s for the first round with a cluster of its own"

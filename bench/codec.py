@@ -1,4 +1,5 @@
-"""What coding and decoding a change of a million weights takes, by codec: CPU seconds of one thread.
+"""What coding and decoding a change of a million weights takes, by codec: CPU seconds of one
+thread.
 
 python bench/codec.py
 """
@@ -18,8 +19,8 @@ CODECS = {
     name: fq.Link.preset(name).codec for name in ("lq8", "lq4", "lq2", "sp25", "sp10", "lq8+sp25")
 }
 CODECS |= {
-    "lq8, rotated": fq.Codec(8, rotate=True),
-    "lq8+sp25, rotated": fq.Codec(8, 0.25, rotate=True),
+    "lq8, rotated": fq.links.Codec(8, rotate=True),
+    "lq8+sp25, rotated": fq.links.Codec(8, 0.25, rotate=True),
 }
 
 

@@ -1,10 +1,12 @@
-"""Switching a deployed model's size: setting a share of one that shares its weights, against loading a file a switch.
+"""Switching a deployed model's size: setting a share of one that shares its weights, against
+loading a file a switch.
 
     python bench/customise.py [--model preresnet18] [--batch 1]
 
-Prints, for nested nets (HeteroFL) and base nets whose logits are averaged (Split-Mix), ms of a switch and of a forward
-pass at every share, and the bytes that are resident. `load` reads a file's weights into a module that is there already,
-`load_model` makes the module too. Weights are untrained: nothing here depends on them.
+Prints, for nested nets (HeteroFL) and base nets whose logits are averaged (Split-Mix), ms of a
+switch and of a forward pass at every share, and the bytes that are resident. `load` reads a file's
+weights into a module that is there already, `load_model` makes the module too. Weights are
+untrained: nothing here depends on them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from measure import NUM_CLASSES, images, machine
 from safetensors.torch import load_file
 
 import fedquilt as fq
-from fedquilt.customise import resident_bytes
+from fedquilt.deploy.customizable import resident_bytes
 
 SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8)
 METHODS = {
@@ -43,14 +45,16 @@ def milliseconds(repeats: int, *works: Callable[[], object]) -> list[float]:
     return [1000 * statistics.median(own) for own in times]
 
 
-def switches(model: fq.CustomisableModel, one: float, other: float, count: int = 1000) -> None:
+def switches(model: fq.CustomizableModel, one: float, other: float, count: int = 1000) -> None:
     for _ in range(count // 2):
         model.set(share=other)
         model.set(share=one)
 
 
 def reload(module: torch.nn.Module, file: Path) -> None:
-    """The plain way with the least to do: a module of the right size is there, and only its weights are read."""
+    """The plain way with the least to do: a module of the right size is there, and only its weights
+    are read.
+    """
     module.load_state_dict(load_file(file), strict=False)  # counters of batches are not among them
 
 
@@ -69,13 +73,13 @@ def main() -> None:
 
     data = fq.data.Pool.of(
         images(64, *spec.input_shape), images(32, *spec.input_shape, seed=1)
-    ).deal(2)
+    ).partition(2)
     family = fq.trace(module, data.example)
     inputs = data.test_samples(torch.arange(asked.batch) % 32)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         for name, method in METHODS.items():
             run = fq.prepare(method, family, data, fq.Fleet.of(SHARES, 2, 1))
-            model = run.customisable(SHARES)
+            model = run.customizable(SHARES)
             print(
                 f"{name:<22}{'set':>11}{'load':>11}{'load_model':>12}{'load / set':>14}{'forward':>11}{'alone':>10}"
                 f"{'differ by':>11}"
@@ -97,13 +101,15 @@ def main() -> None:
                 )
                 there, worst = thousand / 1000, float((model(inputs) - alone(inputs)).abs().max())
                 print(
-                    f"{share:<22g}{there:>8.4f} ms{load:>8.1f} ms{whole:>9.1f} ms{load / there:>8,.0f} times"
+                    f"{share:<22g}{there:>8.4f} ms{load:>8.1f} ms{whole:>9.1f} "
+                    f"ms{load / there:>8,.0f} times"
                     f"{forward:>8.2f} ms{plain:>7.2f} ms{worst:>11.0e}"
                 )
             ours, theirs = model.resident_bytes, resident_bytes(separate)
             widest = resident_bytes(separate[:1])
             print(
-                f"resident: {ours / 1e6:.2f} MB for all shares; {theirs / 1e6:.2f} MB as separate modules "
+                f"resident: {ours / 1e6:.2f} MB for all shares; {theirs / 1e6:.2f} MB as separate "
+                "modules "
                 f"({theirs / ours:.2f} times), {widest / 1e6:.2f} MB the widest alone\n"
             )
     print(f"{asked.model}, batches of {asked.batch}; {machine()}")

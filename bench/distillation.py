@@ -1,11 +1,13 @@
 """Seconds of a round in which the server learns, and of its training against a plain loop.
 
-    python bench/distillation.py [--model tiny_resnet] [--clients 10] [--public 512] [--steps 40] [--device cpu]
+    python bench/distillation.py [--model tiny_resnet] [--clients 10] [--public 512] [--steps 40]
+    [--device cpu]
 
-Prints the median seconds of a round of FedDF, DS-FL and Fed-ET, those of the server's training in it, and the ratio of
-the round to one of HeteroFL (the baseline) with the same clients. A second table has FedDF's server alone: as many
-steps of the same nets on batches of the same size, as a plain PyTorch loop over modules (the baseline) and as fedquilt
-trains them. Images are random, and nothing is evaluated.
+Prints the median seconds of a round of FedDF, DS-FL and Fed-ET, those of the server's training in
+it, and the ratio of the round to one of HeteroFL (the baseline) with the same clients. A second
+table has FedDF's server alone: as many steps of the same nets on batches of the same size, as a
+plain PyTorch loop over modules (the baseline) and as fedquilt trains them. Images are random, and
+nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def records(
     method: Method, family: fq.Family, data: fq.FederatedData, asked: argparse.Namespace
 ) -> list[Record]:
     """Train and return the record of every round but the first, in which steps are recorded."""
-    fleet = fq.Fleet.of(SHARES, data.num_clients, sample=data.num_clients)
+    fleet = fq.Fleet.of(SHARES, data.num_clients, cohort=data.num_clients)
     run = fq.run(
         method,
         family,
@@ -55,7 +57,7 @@ def plain_loop(family: fq.Family, public: torch.Tensor, how: ServerTraining, dev
     order = torch.Generator().manual_seed(0)
     began = time.perf_counter()
     for net in nets:
-        optimizer = torch.optim.Adam(net.parameters(), lr=how.optimiser.lr)
+        optimizer = torch.optim.Adam(net.parameters(), lr=how.optimizer.lr)
         for _ in range(how.steps):
             chosen = torch.randperm(len(public), generator=order)[: how.batch_size].to(device)
             optimizer.zero_grad()
@@ -102,7 +104,8 @@ def main() -> None:
         FedET(prototypes=SHARES[1:], server_training=how),
     ]
     print(
-        f"{asked.model}, {asked.clients} clients of {asked.samples} samples, {asked.public} public samples"
+        f"{asked.model}, {asked.clients} clients of {asked.samples} samples, {asked.public} public "
+        "samples"
     )
     print(f"{'':<24}{'seconds':>10}{'ratio':>8}{'server':>10}{'steps':>8}")
     baseline = server = 0.0

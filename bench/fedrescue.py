@@ -1,11 +1,13 @@
-"""FedResCuE: a cohort's local epoch, recorded part by part, against one client after another, in one run.
+"""FedResCuE: a cohort's local epoch, recorded part by part, against one client after another, in
+one run.
 
     python bench/fedrescue.py [--device cuda] [--precision tf32,bf16] [--methods fedrescue,fjord]
 
-Five whole ResNets of Table 15 and five of four shares, S = 4, batches of 32, as in Table 17. The baseline is eager:
-module, nested modules, masks and fused SGD built once for each client, data on the device and the same precision; for
-every batch the teacher's pass, then a pass and a step for every drawn net, frozen weights put back (their momentum is
-not: less work), then the whole net's. Medians, warm.
+Five whole ResNets of Table 15 and five of four shares, S = 4, batches of 32, as in Table 17. The
+baseline is eager: module, nested modules, masks and fused SGD built once for each client, data on
+the device and the same precision; for every batch the teacher's pass, then a pass and a step for
+every drawn net, frozen weights put back (their momentum is not: less work), then the whole net's.
+Medians, warm.
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ from measure import batch_norms, cohort, median, versus
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.engines.vectorised import Vectorised
-from fedquilt.experiment import placed
+from fedquilt.engines.vectorized.engine import Vectorized
 from fedquilt.family.cut import prefix
+from fedquilt.hardware.precision import Precision
 from fedquilt.methods import FedResCuE, FjORD
 from fedquilt.methods.nested import Nested
-from fedquilt.precision import Precision
 from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import Distilled
 from fedquilt.round.training.regions import Between, Everywhere
+from fedquilt.runs.run import placed
 from fedquilt.terms import Arch, Client, Job
 
 COHORTS = {"five whole nets": (1.0,) * 5, "five of four shares": (1.0, 0.75, 0.5, 0.5, 0.25)}
@@ -50,15 +52,15 @@ class Eager:
             device,
         )
         self.net = batch_norms(family.module(arch)).to(device).train()
-        sgd = learner.local.optimiser
-        assert isinstance(sgd, fq.SGD)
+        sgd = learner.local.optimizer
+        assert isinstance(sgd, fq.optimizers.SGD)
         settings = {
             "lr": sgd.lr,
             "momentum": sgd.momentum,
             "weight_decay": sgd.decay,
             "nesterov": sgd.nesterov,
         }
-        self.optimiser = torch.optim.SGD(self.net.parameters(), fused=True, **settings)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), fused=True, **settings)
         self.nested: dict[float, nn.Module] = {}
         self.masks: dict[Between, list[Tensor]] = {}
 
@@ -72,7 +74,7 @@ class Eager:
             self._phase(phase, x, y, taught)
 
     def _phase(self, phase: Phase, x: Tensor, y: Tensor, taught: Tensor | None) -> None:
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         member = self.family.member(self.arch)
         known: dict[float | None, Tensor] = {}
         loss = x.new_zeros(())
@@ -94,12 +96,12 @@ class Eager:
         loss.backward()
         own = list(self.net.parameters())
         if isinstance(phase.moves, Everywhere):
-            self.optimiser.step()
+            self.optimizer.step()
             return
         assert isinstance(phase.moves, Between)
         free = self._mask(phase.moves)
         before = [weight.detach().clone() for weight in own]
-        self.optimiser.step()
+        self.optimizer.step()
         with torch.no_grad():
             kept = torch._foreach_lerp(before, [weight.detach() for weight in own], free)
             torch._foreach_copy_(own, list(kept))
@@ -139,8 +141,11 @@ def compare(
     """Milliseconds of a cohort's local epoch: one client after another, and ours."""
     data = cohort(len(shares), images)
     world = World(family, precision=precision)
-    engine = Vectorised(data, torch.device(device), precision)
-    federation, server = fq.Federation(world, method), placed(method.init(world), engine.device)
+    engine = Vectorized(data, torch.device(device), precision)
+    federation, server = (
+        fq.methods.api.Federation(world, method),
+        placed(method.init(world), engine.device),
+    )
     clients = [Client(id, fq.Budget(share=share), images) for id, share in enumerate(shares)]
     jobs = [Job(client, method.plan(server, client, world)[0], 0) for client in clients]
     learners = [method.learner(job, world) for job in jobs]
@@ -171,9 +176,8 @@ def compare(
 
 
 def main() -> None:
-    asked, precisions = versus(
-        methods="fedrescue", batches=15
-    )  # of an epoch; a fifth of CIFAR-10 gives 16
+    # of an epoch; a fifth of CIFAR-10 gives 16
+    asked, precisions = versus(methods="fedrescue", batches=15)
     family = fq.trace(fq.models.MODELS["rescue_resnet"].factory, torch.zeros(2, 3, 32, 32))
     for precision in precisions:
         for name in asked.methods.split(","):
@@ -186,7 +190,8 @@ def main() -> None:
                     f"{taken:.0f} ms, {taken / asked.batches:.1f} a batch" for taken in (base, ours)
                 ]
                 print(
-                    f"{name}, {what}, {precision}: one client after another {each[0]}; ours {each[1]}",
+                    f"{name}, {what}, {precision}: one client after another {each[0]}; ours "
+                    f"{each[1]}",
                     end=": ",
                 )
                 print(f"{base / ours:.1f} times", flush=True)

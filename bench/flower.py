@@ -1,14 +1,16 @@
-"""What a framework costs: the same rounds of FedAvg in Flower's simulation and Apple's pfl, and in fedquilt.
+"""What a framework costs: the same rounds of FedAvg in Flower's simulation and Apple's pfl, and in
+fedquilt.
 
     pip install -e '.[bench]'
     python bench/flower.py [--clients 20] [--rounds 5] [--cores 2]
 
-`trivial` clients take one step of a linear layer: what is left is the framework. `real` ones train a small PreResNet
-for ten steps. Every framework has the clients, batches and initial weights of fedquilt's `vectorised`, and as many
-cores: Flower as workers of one thread, the others as threads. After each of its rounds comes one of fedquilt's, so that
-other work on the machine disturbs both; how far the weights are apart in the end says that the work was the same.
-Medians of warm rounds; what came before the first is `start`. A framework that is not installed is left out. Nothing
-leaves the machine.
+`trivial` clients take one step of a linear layer: what is left is the framework. `real` ones train
+a small PreResNet for ten steps. Every framework has the clients, batches and initial weights of
+fedquilt's `vectorized`, and as many cores: Flower as workers of one thread, the others as threads.
+After each of its rounds comes one of fedquilt's, so that other work on the machine disturbs both;
+how far the weights are apart in the end says that the work was the same. Medians of warm rounds;
+what came before the first is `start`. A framework that is not installed is left out. Nothing leaves
+the machine.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from fedquilt import noise
 from fedquilt.methods import FedAvg
 from fedquilt.models import PreResNet
 from fedquilt.round.training.batches import itinerary
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.optimizers import SGD
 
 LR = 0.02
@@ -59,8 +61,8 @@ class Work:
     batch: int
 
     @property
-    def local(self) -> Local:
-        return Local(optimiser=SGD(lr=LR, momentum=0.0), batch_size=self.batch)
+    def local(self) -> LocalTraining:
+        return LocalTraining(optimizer=SGD(lr=LR, momentum=0.0), batch_size=self.batch)
 
     def net(self) -> nn.Module:
         """A plain module; its norms keep no statistics, as fedquilt's do not."""
@@ -88,12 +90,12 @@ def fit(work: Work, clients: int, client: int, round: int, net: nn.Module) -> No
     pool, labels = images(clients * work.samples, *work.shape)
     own = slice(client * work.samples, (client + 1) * work.samples)
     inputs, targets = pool[own] / 255, labels[own]
-    optimiser = torch.optim.SGD(net.parameters(), LR)
+    optimizer = torch.optim.SGD(net.parameters(), LR)
     net.train()
     for rows in work.batches(client, round):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         F.cross_entropy(net(inputs[rows]), targets[rows]).backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
+        optimizer.step()
 
 
 class Turns:
@@ -119,11 +121,12 @@ class Turns:
     def done(self) -> None:
         """A round of the framework is over."""
         self.theirs.append(time.perf_counter() - self._began)
+        # one more is announced than is played: none is the last
         run, rounds = (
             self.run,
             self.run.server.round + 2,
-        )  # one more is announced than is played: none is the last
-        played = fq.round.play(
+        )
+        played = fq.round.run_round(
             run.federation, run.server, run.fleet, run.engine, rounds, run.evaluation
         )
         run.server = played.server
@@ -141,7 +144,8 @@ class Turns:
                 f"{framework} did not do the same work: its weights are {gap:.0e} from fedquilt's."
             )
         print(
-            f"{work.name:<9}{framework:<9}{1e3 * theirs:>10.1f} ms{1e3 * ours:>10.1f} ms{theirs / ours:>8.1f} times"
+            f"{work.name:<9}{framework:<9}{1e3 * theirs:>10.1f} ms{1e3 * ours:>10.1f} "
+            f"ms{theirs / ours:>8.1f} times"
             f"{self.theirs[0] - theirs:>9.1f} s{gap:>11.0e}",
             flush=True,
         )
@@ -197,10 +201,11 @@ def in_flower(work: Work, clients: int, rounds: int, cores: int) -> None:
         )
         strategy.start(grid, ArrayRecord(turns.weights), num_rounds=rounds + 1, evaluate_fn=after)
 
+    # not somebody's cluster that happens to be there
     own = {
         "address": "local",
         "_node_ip_address": "127.0.0.1",
-    }  # not somebody's cluster that happens to be there
+    }
     backend: Any = {
         "init_args": {**own, "num_cpus": cores, "include_dashboard": False, "log_to_driver": False},
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
@@ -275,7 +280,8 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(asked.cores)
     print(
-        f"{asked.clients} clients; a round{'':<3}framework     fedquilt{'':>15}start   weights apart"
+        f"{asked.clients} clients; a round{'':<3}framework     fedquilt{'':>15}start   weights "
+        "apart"
     )
     for package, play in FRAMEWORKS.items():
         if importlib.util.find_spec(package) is None or (

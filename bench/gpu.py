@@ -2,12 +2,13 @@
 
     python bench/gpu.py [--only a,b,c,d,e] [--precision tf32,bf16]
 
-The baseline is one client after another with module and fused SGD built once, data on the device and the same
-precision. Needs torch and numpy alone. Medians, warm; milliseconds beside every ratio, and the share of the rate at
-which this card multiplies large matrices.
+The baseline is one client after another with module and fused SGD built once, data on the device
+and the same precision. Needs torch and numpy alone. Medians, warm; milliseconds beside every ratio,
+and the share of the rate at which this card multiplies large matrices.
 
-(a) ten and fifty clients of five shares  (b) forty nets of share 1/8, as Split-Mix makes them  (c) a learner of two
-phases, the second on a nested half  (d) the language model  (e) whole FedRolex rounds with evaluation
+(a) ten and fifty clients of five shares  (b) forty nets of share 1/8, as Split-Mix makes them  (c)
+a learner of two phases, the second on a nested half  (d) the language model  (e) whole FedRolex
+rounds with evaluation
 """
 
 from __future__ import annotations
@@ -27,32 +28,34 @@ from measure import batch_norms, median
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.engines.units import replay_time
-from fedquilt.engines.vectorised import Vectorised
-from fedquilt.experiment import placed
+from fedquilt.engines.vectorized.engine import Vectorized
+from fedquilt.engines.vectorized.groups import replay_time
+from fedquilt.hardware.precision import Precision
 from fedquilt.methods import FedRolex, HeteroFL, Method
-from fedquilt.precision import Precision
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Mean
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import TaskLoss
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.regions import Between
+from fedquilt.runs.run import placed
 from fedquilt.terms import Client, Job, Payload, Submodel, Update
 
 SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 IMAGES, BATCH = 500, 10
 EXAM = 250  # samples tested at once
-OPTIMISER = SGD(lr=0.02, momentum=0.9, decay=5e-4)
-LOCAL = Local(optimiser=OPTIMISER, batch_size=BATCH)
+OPTIMISER = SGD(lr=0.02, momentum=0.9, weight_decay=5e-4)
+LOCAL = LocalTraining(optimizer=OPTIMISER, batch_size=BATCH)
 DEVICE = torch.device("cuda")
 MEMORY = 60 << 30
 
 
 @dataclass(frozen=True)
 class TwoPhases(Method):
-    """First the outer half of the channels learns in the whole net, then the inner half in the nested net."""
+    """First the outer half of the channels learns in the whole net, then the inner half in the
+    nested net.
+    """
 
     def learner(self, job: Job, world: World) -> Learner:
         outer = Phase(TaskLoss(), Between(0.5, 1.0))
@@ -72,7 +75,7 @@ class Case:
     phases: int = 1
 
 
-# --- data -------------------------------------------------------------------------------------------------------
+# --- data ---------------------------------------------------------------------------------------
 
 
 def images(clients: int, test: int = 1000) -> fq.FederatedData:
@@ -97,7 +100,7 @@ def words(clients: int, length: int = 20) -> fq.FederatedData:
     return fq.FederatedData.of((x, y), (x[:100], y[:100]), list(torch.arange(len(x)).split(IMAGES)))
 
 
-# --- the baseline -----------------------------------------------------------------------------------------------
+# --- the baseline -------------------------------------------------------------------------------
 
 
 class Eager:
@@ -116,7 +119,7 @@ class Eager:
             "momentum": OPTIMISER.momentum,
             "weight_decay": OPTIMISER.decay,
         }
-        self.optimisers = [
+        self.optimizers = [
             torch.optim.SGD(net.parameters(), fused=True, **settings) for net in self.nets
         ]
         if case.phases == 2:
@@ -142,17 +145,17 @@ class Eager:
 
     def learn(self, client: int, rows: Tensor) -> None:
         """One batch of one client."""
-        net, optimiser = self.nets[client], self.optimisers[client]
+        net, optimizer = self.nets[client], self.optimizers[client]
         x, y = self.data.samples(rows), self.data.targets[rows]
         if self.case.phases == 1:
-            self._descend(lambda: net(x), y, optimiser)
+            self._descend(lambda: net(x), y, optimizer)
             return
         own, inside, outside = list(net.parameters()), self.insides[client], self.outsides[client]
         before = torch._foreach_mul([weight.detach() for weight in own], inside)
-        self._descend(lambda: net(x), y, optimiser)
+        self._descend(lambda: net(x), y, optimizer)
         _put_back(own, outside, before)
         before = torch._foreach_mul([weight.detach() for weight in own], outside)
-        self._descend(lambda: self._half(client, x), y, optimiser)
+        self._descend(lambda: self._half(client, x), y, optimizer)
         _put_back(own, inside, before)
 
     def _half(self, client: int, x: Tensor) -> Tensor:
@@ -164,30 +167,37 @@ class Eager:
         logits: Tensor = torch.func.functional_call(self.halves[client], weights, (x,))
         return logits
 
-    def _descend(self, logits: Callable[[], Tensor], y: Tensor, optimiser: torch.optim.SGD) -> None:
-        optimiser.zero_grad(set_to_none=True)
+    def _descend(self, logits: Callable[[], Tensor], y: Tensor, optimizer: torch.optim.SGD) -> None:
+        optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cuda", torch.bfloat16, enabled=self.precision == "bf16"):
             out = logits()
             loss = F.cross_entropy(out.movedim(self.case.family.layout.class_dim, 1), y)
         loss.backward()
-        optimiser.step()
+        optimizer.step()
 
 
 @torch.no_grad()
 def _put_back(own: list[nn.Parameter], free: list[Tensor], before: Sequence[Tensor]) -> None:
-    """Weights are what they were where they were not free to move. (Their momentum is not put back: less work.)"""
+    """Weights are what they were where they were not free to move. (Their momentum is not put back:
+    less work.)
+    """
     torch._foreach_mul_(own, free)
     torch._foreach_add_(own, before)
 
 
-# --- ours -------------------------------------------------------------------------------------------------------
+# --- ours ---------------------------------------------------------------------------------------
 
 
 def ours(case: Case, precision: Precision) -> tuple[float, float]:
-    """Milliseconds of one recorded step of the whole cohort, and of a step's part of a whole round's training."""
-    engine = Vectorised(case.data, DEVICE, precision, memory=MEMORY)
+    """Milliseconds of one recorded step of the whole cohort, and of a step's part of a whole
+    round's training.
+    """
+    engine = Vectorized(case.data, DEVICE, precision, memory=MEMORY)
     world = World(case.family, precision=precision)
-    federation, server = fq.Federation(world, case.method), placed(case.method.init(world), DEVICE)
+    federation, server = (
+        fq.methods.api.Federation(world, case.method),
+        placed(case.method.init(world), DEVICE),
+    )
     clients = [Client(id, fq.Budget(share=share), IMAGES) for id, share in enumerate(case.shares)]
     jobs = [Job(client, case.method.plan(server, client, world)[0], 0) for client in clients]
 
@@ -213,12 +223,13 @@ def compare(case: Case, precision: Precision, rate: float) -> None:
     macs = sum(
         case.family.cost(case.family.fit(fq.Budget(share=share))).macs for share in case.shares
     )
-    rates = (
-        6 * macs * BATCH / (step * 1e-3)
-    )  # forward, and twice that backward; two operations a multiply-add
+    # forward, and twice that backward; two operations a multiply-add
+    rates = 6 * macs * BATCH / (step * 1e-3)
     print(
-        f"({case.name}) {len(case.shares)} clients, {precision}: eager {base:.1f} ms, recorded step {step:.2f} ms "
-        f"({base / step:.1f} times), in a whole round's training {whole:.2f} ms ({base / whole:.1f} times)"
+        f"({case.name}) {len(case.shares)} clients, {precision}: eager {base:.1f} ms, recorded "
+        f"step {step:.2f} ms "
+        f"({base / step:.1f} times), in a whole round's training {whole:.2f} ms "
+        f"({base / whole:.1f} times)"
         + (f"; {100 * rates / rate:.1f} % of the matmul rate" if case.phases == 1 else ""),
         flush=True,
     )
@@ -235,11 +246,13 @@ def matmul_rate(precision: Precision) -> float:
     return rate
 
 
-# --- whole rounds -----------------------------------------------------------------------------------------------
+# --- whole rounds -------------------------------------------------------------------------------
 
 
 class EagerRounds(Eager):
-    """Whole rounds as a careful eager loop plays them: cut and merge by slices, modules and optimisers reused."""
+    """Whole rounds as a careful eager loop plays them: cut and merge by slices, modules and
+    optimizers reused.
+    """
 
     def __init__(self, case: Case, precision: Precision) -> None:
         super().__init__(case, precision)
@@ -259,7 +272,7 @@ class EagerRounds(Eager):
             cut = family.cutter.gather(self.server.weights, submodel, family.trainable)
             with torch.no_grad():
                 torch._foreach_copy_([own[name] for name in cut], list(cut.values()))
-            self.optimisers[place].state.clear()
+            self.optimizers[place].state.clear()
             order = torch.randperm(IMAGES, device=DEVICE) + client.id * IMAGES
             for rows in order.split(BATCH):
                 self.learn(place, rows)
@@ -271,7 +284,9 @@ class EagerRounds(Eager):
         )
 
     def evaluate(self) -> None:
-        """The test set at every share; before that, if the policy says so, norms measured over the training data."""
+        """The test set at every share; before that, if the policy says so, norms measured over the
+        training data.
+        """
         with (
             torch.no_grad(),
             torch.autocast("cuda", torch.bfloat16, enabled=self.precision == "bf16"),
@@ -316,7 +331,8 @@ def whole_rounds(case: Case, precision: Precision, rounds: int = 20, every: int 
     torch.cuda.synchronize()
     first = time.perf_counter() - began
     run.train(3 * every + rounds)
-    # Medians: now and then a cohort has more clients of a share than any before, and another unit is recorded.
+    # Medians: now and then a cohort has more clients of a share than any before, and another unit
+    # is recorded.
     plain = 1e3 * statistics.median(
         r.seconds for r in run.records[-rounds:] if not r.grades.accuracy
     )
@@ -327,9 +343,12 @@ def whole_rounds(case: Case, precision: Precision, rounds: int = 20, every: int 
     against, whole = base + exam / every, plain + tested / every
     norms = "static norms" if case.method.local.norm.measures else "test-batch norms"
     print(
-        f"(e) rounds, {precision}, {norms}: eager {base:.0f} ms and {exam:.0f} ms an evaluation, {against:.0f} ms a "
-        f"round in all; ours {plain:.0f} ms and {tested:.0f} ms an evaluation, {whole:.0f} ms a round in all "
-        f"({against / whole:.1f} times); first {every} rounds {first:.0f} s; 2,500 rounds {2.5 * whole / 60:.1f} min",
+        f"(e) rounds, {precision}, {norms}: eager {base:.0f} ms and {exam:.0f} ms an evaluation, "
+        f"{against:.0f} ms a "
+        f"round in all; ours {plain:.0f} ms and {tested:.0f} ms an evaluation, {whole:.0f} ms a "
+        "round in all "
+        f"({against / whole:.1f} times); first {every} rounds {first:.0f} s; 2,500 rounds "
+        f"{2.5 * whole / 60:.1f} min",
         flush=True,
     )
 
@@ -343,7 +362,8 @@ def main() -> None:
         raise SystemExit("this benchmark needs a GPU; torch finds no CUDA here.")
     logging.basicConfig(level=logging.INFO, format="    %(message)s")
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}"
     )
     resnet = fq.trace(fq.models.MODELS["preresnet18"].factory, torch.zeros(2, 3, 32, 32))
     language = fq.trace(

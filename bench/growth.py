@@ -1,10 +1,12 @@
 """Seconds of a round in every stage of a growing model, against rounds of the whole model.
 
-    python bench/growth.py [--model resnet18] [--clients 4] [--rounds 4] [--device cpu] [--precision fp32]
+    python bench/growth.py [--model resnet18] [--clients 4] [--rounds 4] [--device cpu] [--precision
+    fp32]
 
-The baseline is FedAvg on the whole model, with the same clients and batches, in the same run of the script. Prints
-the median seconds of a round in each stage and in a round of its warm-up, and their ratio to the baseline, beside the
-ratio of the multiply-adds that the records have. Images are random, and nothing is evaluated.
+The baseline is FedAvg on the whole model, with the same clients and batches, in the same run of the
+script. Prints the median seconds of a round in each stage and in a round of its warm-up, and their
+ratio to the baseline, beside the ratio of the multiply-adds that the records have. Images are
+random, and nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def records(
     asked: argparse.Namespace,
 ) -> list[Record]:
     """Train and return the record of every round."""
-    fleet = fq.Fleet.of((1.0,), data.num_clients, sample=data.num_clients)
+    fleet = fq.Fleet.of((1.0,), data.num_clients, cohort=data.num_clients)
     run = fq.run(
         method,
         family,
@@ -70,7 +72,8 @@ def main() -> None:
     whole = records(inner, family, data, asked.rounds, asked)
     baseline = median(record.seconds for record in whole[1:])
     print(
-        f"{asked.model}, {asked.clients} clients of {asked.samples} samples, batches of {asked.batch_size}"
+        f"{asked.model}, {asked.clients} clients of {asked.samples} samples, batches of "
+        f"{asked.batch_size}"
     )
     print(f"{'':<20}{'seconds':>10}{'ratio':>8}{'multiply-adds':>16}")
     print(f"{'FedAvg (baseline)':<20}{baseline:>10.3f}{1:>8.2f}{1:>16.2f}")

@@ -1,8 +1,9 @@
-"""A client's step on the CPU, alone, laid side by side and stacked: what `vectorised` chooses from.
+"""A client's step on the CPU, alone, laid side by side and stacked: what `vectorized` chooses from.
 
     python bench/layouts.py [--threads 1] [--width 64]
 
-PreResNet-18 on 32×32 images, batches of 10, shares 1 … 1/16; the layouts take turns, and the least of three is printed.
+PreResNet-18 on 32×32 images, batches of 10, shares 1 … 1/16; the layouts take turns, and the least
+of three is printed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import torch
 from measure import SHARES, images, machine
 
 import fedquilt as fq
-from fedquilt.engines.units import Layout, Shape, Unit
-from fedquilt.engines.vectorised import Vectorised
+from fedquilt.engines.vectorized.engine import Vectorized
+from fedquilt.engines.vectorized.groups import ClientGroup, Layout, Shape
 from fedquilt.methods import HeteroFL
 from fedquilt.round.federation import World
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.terms import Client, Job
 
@@ -27,21 +28,22 @@ LAYOUTS: tuple[Layout, ...] = ("alone", "laid", "stack")
 SAMPLES = 100
 
 
-def units(engine: Vectorised, share: float, count: int, layout: Layout) -> list[Unit]:
+def units(engine: Vectorized, share: float, count: int, layout: Layout) -> list[ClientGroup]:
     """Units that together train so many clients of a share."""
     method, client = (
-        HeteroFL(local=Local(optimiser=SGD(lr=0.01, momentum=0.9), batch_size=10)),
+        HeteroFL(local=LocalTraining(optimizer=SGD(lr=0.01, momentum=0.9), batch_size=10)),
         Client(0, fq.Budget(share=share), SAMPLES),
     )
     submodel = method.plan(method.init(engine.world), client, engine.world)[0]
     learner = method.learner(Job(client, submodel, 0), engine.world)
     each = 1 if layout == "alone" else count
     return [
-        Unit(engine, Shape.of(submodel.arch, learner, each, layout)) for _ in range(count // each)
+        ClientGroup(engine, Shape.of(submodel.arch, learner, each, layout))
+        for _ in range(count // each)
     ]
 
 
-def step(some: list[Unit]) -> float:
+def step(some: list[ClientGroup]) -> float:
     """Seconds of CPU of one step of all of them."""
     began = time.process_time()
     for unit in some:
@@ -63,8 +65,8 @@ def main() -> None:
     )
     inputs, targets = images(SAMPLES, 3, 32, 32)
     data = fq.FederatedData.of((inputs, targets), (inputs, targets), [range(SAMPLES)])
-    engine = Vectorised(data)
-    engine.begin(fq.Federation(World(family), HeteroFL()))
+    engine = Vectorized(data)
+    engine.begin(fq.methods.api.Federation(World(family), HeteroFL()))
     print(
         f"{'share':>8}{'clients':>9}"
         + "".join(f"{layout:>9}" for layout in LAYOUTS)

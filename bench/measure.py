@@ -36,7 +36,9 @@ def images(count: int, *shape: int, seed: int = 0) -> tuple[torch.Tensor, torch.
 
 
 def versus(**own: Any) -> tuple[argparse.Namespace, list[Any]]:
-    """What benchmarks of a cohort against one after another can be asked for, and the precisions to measure in."""
+    """What benchmarks of a cohort against one after another can be asked for, and the precisions to
+    measure in.
+    """
     import torch
 
     parser = argparse.ArgumentParser()
@@ -54,7 +56,9 @@ def versus(**own: Any) -> tuple[argparse.Namespace, list[Any]]:
 
 
 class Clock:
-    """Seconds by stage, as the wall has them and of CPU; a stage within another stops the outer one."""
+    """Seconds by stage, as the wall has them and of CPU; a stage within another stops the outer
+    one.
+    """
 
     def __init__(self) -> None:
         self._open: list[str] = []
@@ -94,8 +98,10 @@ def machine() -> str:
 
     gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
     return (
-        f"{gpu}{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{gpu}{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load "
+        f"{os.getloadavg()[0]:.1f}, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}, Python "
+        f"{platform.python_version()}, "
         f"{datetime.date.today()}"
     )
 

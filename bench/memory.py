@@ -4,8 +4,8 @@
 
 Ten members of the PreResNet-18 of the papers, on images of 32×32 pixels. Predicted is what
 `family.cost` estimates. Measured is the peak of `torch.cuda.max_memory_allocated` during the second
-step, less what was allocated before the weights were made (the workspaces of matrix products). It is
-measured in two ways:
+step, less what was allocated before the weights were made (the workspaces of matrix products). It
+is measured in two ways:
 
     in place   the member as a module, torch.autograd and torch.optim, as a device would train it
     engine     the step of the engine `sequential`, which holds old and new weights at once
@@ -24,16 +24,16 @@ from measure import NUM_CLASSES, machine
 import fedquilt as fq
 from fedquilt import noise
 from fedquilt.family.cut import prefix
+from fedquilt.hardware.precision import Precision, computing
 from fedquilt.methods import HeteroFL
 from fedquilt.models import MODELS
-from fedquilt.precision import Precision, computing
 from fedquilt.round.federation import World
 from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, clipped, gradient, move
 from fedquilt.terms import Arch, Client, Job
 
 DEVICE = torch.device("cuda")
-SGD, ADAM = fq.SGD(lr=0.01, momentum=0.9), fq.Adam()
+SGD, ADAM = fq.optimizers.SGD(lr=0.01, momentum=0.9), fq.optimizers.Adam()
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Case:
     """One row: which member is trained, and how."""
 
     share: float
-    optimizer: fq.SGD | fq.Adam
+    optimizer: fq.optimizers.SGD | fq.optimizers.Adam
     precision: Precision
     batch_size: int
 
@@ -85,7 +85,7 @@ def in_place(family: fq.Family, arch: Arch, case: Case) -> Callable[[], None]:
     inputs, targets = random_batch(case)
     own = case.optimizer
     optimizer: torch.optim.Optimizer
-    if isinstance(own, fq.SGD):
+    if isinstance(own, fq.optimizers.SGD):
         optimizer = torch.optim.SGD(module.parameters(), own.lr, own.momentum, fused=True)
     else:
         optimizer = torch.optim.Adam(module.parameters(), own.lr, fused=True)
@@ -128,21 +128,23 @@ def engine(family: fq.Family, arch: Arch, case: Case) -> Callable[[], None]:
 
 
 def method_of(case: Case) -> HeteroFL:
-    return HeteroFL().with_local(optimiser=case.optimizer, batch_size=case.batch_size)
+    return HeteroFL().with_local(optimizer=case.optimizer, batch_size=case.batch_size)
 
 
 def main() -> None:
     if not torch.cuda.is_available():
         print(
-            "bench/memory.py compares predicted memory with what CUDA allocates; torch sees no GPU here."
+            "bench/memory.py compares predicted memory with what CUDA allocates; torch sees no GPU "
+            "here."
         )
         return
     print(machine())
     family = fq.trace(MODELS["preresnet18"].factory, torch.zeros(2, 3, 32, 32))
+    # workspaces of products stay allocated, and are no part of a member's memory
     for precision in (
         "fp32",
         "bf16",
-    ):  # workspaces of products stay allocated, and are no part of a member's memory
+    ):
         with computing(precision, DEVICE):
             F.cross_entropy(
                 torch.nn.Linear(8, 8).to(DEVICE)(torch.rand(8, 8, device=DEVICE)),
@@ -152,7 +154,8 @@ def main() -> None:
         f"{torch.cuda.memory_allocated() / 1e6:.1f} MB were allocated before, and are subtracted."
     )
     print(
-        "| share | optimizer | precision | batch | predicted MB | in place MB | ratio | engine MB | ratio |"
+        "| share | optimizer | precision | batch | predicted MB | in place MB | ratio | engine MB "
+        "| ratio |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for case in CASES:
@@ -162,7 +165,10 @@ def main() -> None:
         found = [peak(lambda: make(family, arch, case)) for make in (in_place, engine)]  # noqa: B023  called at once
         cells = [f"{bytes / 1e6:,.1f} | {predicted / bytes:.2f}" for bytes in found]
         optimizer = type(case.optimizer).__name__
-        start = f"| {case.share:g} | {optimizer} | {case.precision} | {case.batch_size} | {predicted / 1e6:,.1f} |"
+        start = (
+            f"| {case.share:g} | {optimizer} | {case.precision} | {case.batch_size} | "
+            f"{predicted / 1e6:,.1f} |"
+        )
         print(f"{start} {' | '.join(cells)} |", flush=True)
 
 

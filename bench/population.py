@@ -1,12 +1,14 @@
-"""What a large population costs: start, resident memory and time per round, for 2,000 and 342,477 clients.
+"""What a large population costs: start, resident memory and time per round, for 2,000 and 342,477
+clients.
 
     python bench/population.py
     python bench/population.py --clients 2000 100000 --sample 50 --rounds 30 --available diurnal
 
-342,477 is the number of users of Stack Overflow's federated data set. Each population is measured in a process of its
-own: `start` is from its begin to a run that is ready (imports, data, dealing, tracing), `memory` the most that was
-resident at any time, `round` the median over rounds after the first three, each evaluated, in seconds and in seconds of
-CPU, which other work on the machine disturbs less; the ratio is that of the latter.
+342,477 is the number of users of Stack Overflow's federated data set. Each population is measured
+in a process of its own: `start` is from its begin to a run that is ready (imports, data, dealing,
+tracing), `memory` the most that was resident at any time, `round` the median over rounds after the
+first three, each evaluated, in seconds and in seconds of CPU, which other work on the machine
+disturbs less; the ratio is that of the latter.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def measure(
 
     import fedquilt as fq
     from fedquilt.data.parts import Parts
-    from fedquilt.round.clients import Devices
+    from fedquilt.fleets.fleet import Devices
 
     torch.set_num_threads(1)  # tiny tensors: more threads would wait for each other
     low, high = SAMPLES
@@ -48,7 +50,7 @@ def measure(
     data = fq.FederatedData.of(pool, tests, Parts.split(torch.arange(count), sizes))
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     family = fq.trace(net, data.example)
-    fleet = Devices(sample=sample, available=available).fleet(num_clients)
+    fleet = Devices(cohort=sample, availability=available).fleet(num_clients)
     run = fq.prepare(fq.methods.HeteroFL(), family, data, fleet, engine)
     start = time.perf_counter() - began
     clock = [time.process_time()]
@@ -64,7 +66,9 @@ def measure(
 
 
 def resident() -> int:
-    """The most bytes this process had in memory. `ru_maxrss` would count those of its parent, from before the exec."""
+    """The most bytes this process had in memory. `ru_maxrss` would count those of its parent, from
+    before the exec.
+    """
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found, "Linux tells it"
     return int(found[1]) * 1024
@@ -81,7 +85,8 @@ def compare(populations: Sequence[int], options: Sequence[str] = ()) -> None:
         one = json.loads(answer.splitlines()[-1])
         found.append(one)
         print(
-            f"{population:>10,} {one['start']:>7.1f} s {one['memory'] / 1e6:>7,.0f} MB {1e3 * one['round']:>8.1f} ms"
+            f"{population:>10,} {one['start']:>7.1f} s {one['memory'] / 1e6:>7,.0f} MB "
+            f"{1e3 * one['round']:>8.1f} ms"
             f" {1e3 * one['cpu']:>8.1f} ms   {time.perf_counter() - began:.1f} s in all",
             flush=True,
         )
@@ -98,7 +103,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=POPULATIONS)
     parser.add_argument("--sample", type=int, default=200, help="clients a round")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--engine", default="vectorised")
+    parser.add_argument("--engine", default="vectorized")
     parser.add_argument(
         "--available", default="", help="a trace.csv, or diurnal; always if left out"
     )

@@ -1,10 +1,11 @@
-"""A HeteroFL round as the released codes play it: what fedquilt's time and numbers are held against.
+"""A HeteroFL round as the released codes play it: what fedquilt's time and numbers are held
+against.
 
-After the training scripts of HeteroFL (Diao et al. 2021) and FedRolex (Alam et al. 2022): a fresh net and optimiser for
-every client and round, clients one after another, cuts and the merge by index grids with a count tensor a weight, norm
-statistics over the whole training set in batches of the clients' size, then a test on every client's part and on all.
-Left out, in their favour: images are tensors in memory instead of files behind a `DataLoader`, nothing is augmented,
-logged or saved.
+After the training scripts of HeteroFL (Diao et al. 2021) and FedRolex (Alam et al. 2022): a fresh
+net and optimizer for every client and round, clients one after another, cuts and the merge by index
+grids with a count tensor a weight, norm statistics over the whole training set in batches of the
+clients' size, then a test on every client's part and on all. Left out, in their favour: images are
+tensors in memory instead of files behind a `DataLoader`, nothing is augmented, logged or saved.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from torch.nn.modules.conv import _ConvNd
 
 Make = Callable[[float], nn.Module]  # a fresh net of a share, with weights of its own
 State = dict[str, Tensor]
-Index = dict[
-    str, tuple[Tensor, ...]
-]  # of every weight, the positions kept in its first two dimensions
+# of every weight, the positions kept in its first two dimensions
+Index = dict[str, tuple[Tensor, ...]]
 CLIP = 1.0  # of the norm of a client's gradient
 
 
 def build(make: Make, share: float, track: bool = False) -> nn.Module:
-    """A net whose norms keep no statistics, or the mean over all batches; a narrow one's convolutions are scaled up."""
+    """A net whose norms keep no statistics, or the mean over all batches; a narrow one's
+    convolutions are scaled up.
+    """
     net = make(share)
     for layer in net.modules():
         if isinstance(layer, _BatchNorm):
@@ -71,13 +73,13 @@ def train(
     """A client's local training; logits of classes it does not hold are 0."""
     net.load_state_dict(start)
     net.train()
-    optimiser = torch.optim.SGD(net.parameters(), **settings)
+    optimizer = torch.optim.SGD(net.parameters(), **settings)
     for rows in batches:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         logits = net(inputs[rows]).masked_fill(~held, 0)
         F.cross_entropy(logits, targets[rows]).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(net.parameters(), CLIP)
-        optimiser.step()
+        optimizer.step()
     return copy.deepcopy(net.state_dict())
 
 
@@ -87,7 +89,9 @@ def combine(
     indices: Sequence[Index],
     held: Sequence[Tensor],
 ) -> None:
-    """The mean over the clients that hold a position, in place; of the output layer, over those that hold the class."""
+    """The mean over the clients that hold a position, in place; of the output layer, over those
+    that hold the class.
+    """
     output = list(weights)[-2:]  # weight and bias of the last layer
     for name, value in weights.items():
         total, count = torch.zeros_like(value), torch.zeros_like(value)
@@ -117,7 +121,9 @@ def calibrate(make: Make, weights: State, inputs: Tensor, batch_size: int) -> nn
 def evaluate(
     net: nn.Module, inputs: Tensor, targets: Tensor, batch_size: int, held: Tensor | None = None
 ) -> int:
-    """How many predictions are right; `held` hides the classes a client does not have, as in its training."""
+    """How many predictions are right; `held` hides the classes a client does not have, as in its
+    training.
+    """
     net.eval()
     right = 0
     for batch, wanted in zip(

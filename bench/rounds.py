@@ -1,16 +1,18 @@
-"""A whole HeteroFL round on the CPU: `vectorised` against the released codes' way (published.py), in one run.
+"""A whole HeteroFL round on the CPU: `vectorized` against the released codes' way (published.py),
+in one run.
 
-    python bench/rounds.py                                       a PreResNet-18 of quarter width, 100 images a client
-    python bench/rounds.py --width 64 --images 500 --tests 10000 --rounds 1     the paper's size: half an hour
+    python bench/rounds.py                                       a PreResNet-18 of quarter width,
+    100 images a client python bench/rounds.py --width 64 --images 500 --tests 10000 --rounds 1
+    the paper's size: half an hour
 
-100 clients of two classes each, 10 a round, two of every share 1 … 1/16, one epoch in batches of 10, SGD with momentum,
-decay and clipping, masked loss, scaler, static norms. An evaluation measures the norms of the whole net over all
-training images, and tests it on every client's part and on all test images. The two take turns round by round, on the
-same clients and batches.
+100 clients of two classes each, 10 a round, two of every share 1 … 1/16, one epoch in batches of
+10, SGD with momentum, decay and clipping, masked loss, scaler, static norms. An evaluation measures
+the norms of the whole net over all training images, and tests it on every client's part and on all
+test images. The two take turns round by round, on the same clients and batches.
 
-`published` evaluates every round, in batches of 10 and 50, as released; `fedquilt` as often as it is told, in its own
-batches of 50. Printed are the ratios for the same work on both sides, every round or seldom, and for each as it is
-used.
+`published` evaluates every round, in batches of 10 and 50, as released; `fedquilt` as often as it
+is told, in its own batches of 50. Printed are the ratios for the same work on both sides, every
+round or seldom, and for each as it is used.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from torch import nn
 import fedquilt as fq
 from fedquilt.methods import HeteroFL
 from fedquilt.models import PreResNet
+from fedquilt.round.evaluate import EvalJob, grade, ready
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Fold
-from fedquilt.round.serve import EvalJob, grade, ready
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.terms import Job, Server
 
 CLIENTS, COHORT, BATCH = 100, 10, 10
 CALIBRATED, TESTED = 10, 50  # published batches of an evaluation
-OPTIMISER = SGD(lr=0.02, momentum=0.9, decay=5e-4, clip=published.CLIP)
+OPTIMISER = SGD(lr=0.02, momentum=0.9, weight_decay=5e-4, clip=published.CLIP)
 STAGES = ("training", "merge", "calibration", "evaluation")
 
 
@@ -79,11 +81,13 @@ def timed(clock: Clock) -> HeteroFL:
                 setattr(fold, verb, clock("merge")(getattr(fold, verb)))
             return fold
 
-    return Timed(local=replace(HeteroFL().local, optimiser=OPTIMISER, batch_size=BATCH))
+    return Timed(local=replace(HeteroFL().local, optimizer=OPTIMISER, batch_size=BATCH))
 
 
 class Ours:
-    """fedquilt: `play` as it is; an evaluation asks for the whole net alone, as the published one does."""
+    """fedquilt: `play` as it is; an evaluation asks for the whole net alone, as the published one
+    does.
+    """
 
     name = "fedquilt"
 
@@ -100,7 +104,7 @@ class Ours:
         with self.clock("training"):
             # One more is announced than is played: the last would be evaluated.
             rounds = run.server.round + 2
-            run.server = fq.round.play(
+            run.server = fq.round.run_round(
                 run.federation, run.server, run.fleet, run.engine, rounds, run.evaluation
             ).server
 
@@ -138,7 +142,7 @@ class Theirs:
         run, engine = self.run, self.run.engine
         cohort = [
             run.fleet.client(id, self.round, 0, engine.data.size(id))
-            for id in run.fleet.cohort(self.round, 0)
+            for id in run.fleet.draw_cohort(self.round, 0)
         ]
         settings = {
             "lr": OPTIMISER.lr,
@@ -228,7 +232,8 @@ def main() -> None:
 def tell(asked: argparse.Namespace, theirs: Clock, ours: Clock) -> None:
     """Seconds a round, stage by stage, and the ratios."""
     print(
-        f"PreResNet-18, {asked.width} channels first; {CLIENTS} clients of {asked.images} images, {COHORT} a round; "
+        f"PreResNet-18, {asked.width} channels first; {CLIENTS} clients of {asked.images} images, "
+        f"{COHORT} a round; "
         f"{asked.tests} test images; means of {asked.rounds} rounds"
     )
     heads = ("published", "of CPU", "fedquilt", "of CPU", "times", "of CPU")

@@ -1,9 +1,11 @@
-"""How a round's time grows: with the clients in it, with the workers of a Ray cluster, with the population.
+"""How a round's time grows: with the clients in it, with the workers of a Ray cluster, with the
+population.
 
     python bench/scaling.py [--clients 10 20 50 100 200] [--rounds 5]
 
-The first is the setting of cluster.py, which is the second; the third is population.py. All with one thread. Numbers of
-clients take turns round by round; medians, after two rounds that do not count.
+The first is the setting of cluster.py, which is the second; the third is population.py. All with
+one thread. Numbers of clients take turns round by round; medians, after two rounds that do not
+count.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def cohorts(sizes: Sequence[int], rounds: int) -> None:
     for size in sizes:
         seconds, busy = (statistics.median(taken[size][cluster.WARM :]) for taken in (wall, cpu))
         print(
-            f"{size:>10,} {1e3 * seconds:>8.0f} ms {1e3 * busy:>8.0f} ms {1e3 * busy / size:>8.1f} ms"
+            f"{size:>10,} {1e3 * seconds:>8.0f} ms {1e3 * busy:>8.0f} ms {1e3 * busy / size:>8.1f} "
+            "ms"
         )
 
 
@@ -54,7 +57,7 @@ def main() -> None:
     cohorts(asked.clients, asked.rounds)
     print("--- workers")
     if importlib.util.find_spec("ray") is None:
-        print("ray is not installed: left out (pip install 'fedquilt[ray]')")
+        print("ray is not installed: left out (pip install -e '.[ray]')")
     else:
         cluster.compare(rounds=asked.rounds, chunks=2)
     print("--- population")

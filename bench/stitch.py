@@ -1,9 +1,11 @@
-"""Stitching ten PreResNet-18 clients of mixed shares: slices, the index grids of released codes, and boolean masks.
+"""Stitching ten PreResNet-18 clients of mixed shares: slices, the index grids of released codes,
+and boolean masks.
 
     python bench/stitch.py
 
-Prints CPU seconds (all threads together), the ratios, and the largest difference between the results.
-Threads that wait for others sleep, because on a busy machine a spinning one adds CPU seconds without working.
+Prints CPU seconds (all threads together), the ratios, and the largest difference between the
+results. Threads that wait for others sleep, because on a busy machine a spinning one adds CPU
+seconds without working.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ REPEATS = 5
 
 
 def gridded_mean(family: fq.Family, server: Server, updates: list[Update]) -> dict[str, Tensor]:
-    """As HeteroFL's and FedRolex's released codes have it: index tensors a client and weight, and counts."""
+    """As HeteroFL's and FedRolex's released codes have it: index tensors a client and weight, and
+    counts.
+    """
     weights = {name: value.clone() for name, value in server.weights.items()}
     payloads = [update.sent[0] for update in updates]
     indices = [
@@ -87,14 +91,14 @@ def main() -> None:
     family = fq.trace(
         lambda: fq.models.MODELS["preresnet18"].factory(num_classes=10), torch.zeros(2, 3, 32, 32)
     )
-    server = fq.methods.FedRolex().init(fq.World(family))
+    server = fq.methods.FedRolex().init(fq.methods.api.World(family))
     torch.manual_seed(0)
     print(f"{'ten PreResNet-18 clients':<26}{'masks':>9}{'grids':>9}{'slices':>9}   of CPU")
     for method in (fq.methods.HeteroFL(), fq.methods.FedRolex()):
         updates = []
         for number in range(10):
             client = Client(number, fq.Budget(share=SHARES[number % 5]), 100)
-            submodel: Submodel = method.plan(Server(7, {}), client, fq.World(family))[0]
+            submodel: Submodel = method.plan(Server(7, {}), client, fq.methods.api.World(family))[0]
             cut = family.cutter.gather(server.weights, submodel, list(server.weights))
             weights = {name: torch.randn_like(value) for name, value in cut.items()}
             updates.append(Update(Job(client, submodel, 7), (Payload(submodel, weights),), 1))
@@ -106,7 +110,8 @@ def main() -> None:
         )
         print(
             f"{type(method).__name__:<26}{masks:>7.3f} s{grids:>7.3f} s{slices:>7.3f} s   "
-            f"{masks / slices:.0f} and {grids / slices:.0f} times less; results differ by {worst:.0e}"
+            f"{masks / slices:.0f} and {grids / slices:.0f} times less; results differ by "
+            f"{worst:.0e}"
         )
     print(machine())
 

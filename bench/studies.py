@@ -2,10 +2,10 @@
 
     python bench/studies.py [--methods fedavg heterofl fedrolex] [--seeds 3] [--rounds 10]
 
-The baseline is a process per run, as a shell script would start them. Prints seconds and their ratio to
-the baseline for the same runs in one process (`--jobs 1`) and in two processes at a time (`--jobs 2`), and
-the seconds to open the finished study again. Model and data are the demo's, and every way writes the same
-files.
+The baseline is a process per run, as a shell script would start them. Prints seconds and their
+ratio to the baseline for the same runs in one process (`--jobs 1`) and in two processes at a time
+(`--jobs 2`), and the seconds to open the finished study again. Model and data are the demo's, and
+every way writes the same files.
 """
 
 from __future__ import annotations

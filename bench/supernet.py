@@ -1,15 +1,17 @@
-"""How well members of a supernet are predicted and searched, and how much of a fleet's limits they use.
+"""How well members of a supernet are predicted and searched, and how much of a fleet's limits they
+use.
 
-    python bench/supernet.py [--supernet FILE --data NAME] [--labels rotations] [--measured 128] [--device cpu]
+    python bench/supernet.py [--supernet FILE --data NAME] [--labels rotations] [--measured 128]
+    [--device cpu]
 
-Without a file a small supernet is trained on rotated digits first, which takes some minutes on a CPU. Three disjoint
-sets of images are used: images of the pre-training for norm statistics, others to measure members for the search, and
-test images on which members are compared in the end. Prints
+Without a file a small supernet is trained on rotated digits first, which takes some minutes on a
+CPU. Three disjoint sets of images are used: images of the pre-training for norm statistics, others
+to measure members for the search, and test images on which members are compared in the end. Prints
 
-- Spearman's rank correlation of predicted and measured accuracy on 100 members that the predictor was not fitted on,
-  and on 50 whose multiply-adds differ by less than 5 %;
-- at three limits, the accuracy of the members that the search ranks highest, and of as many random draws with at least
-  90 % of the limit, for three seeds;
+- Spearman's rank correlation of predicted and measured accuracy on 100 members that the predictor
+  was not fitted on, and on 50 whose multiply-adds differ by less than 5 %;
+- at three limits, the accuracy of the members that the search ranks highest, and of as many random
+  draws with at least 90 % of the limit, for three seeds;
 - the utilisation of fleets with the mean limits of RaFL's Table 3.
 """
 
@@ -89,10 +91,11 @@ def trained(data: SupernetData) -> Supernet:
 
 
 def unseen_images(pool: Pool, labels: str) -> tuple[Labelled, Labelled]:
-    """Return images that the supernet was not trained on, to measure members and to compare them afterwards.
+    """Return images that the supernet was not trained on, to measure members and to compare them
+    afterwards.
 
-    A supernet trained on public images has seen neither the training nor the test images. Else the test images are
-    halved.
+    A supernet trained on public images has seen neither the training nor the test images. Else the
+    test images are halved.
     """
     is_public = labels == "rotations" and pool.public is not None
     if is_public:
@@ -109,9 +112,11 @@ def unseen_images(pool: Pool, labels: str) -> tuple[Labelled, Labelled]:
 def validations(
     pool: Pool, labels: str, data: SupernetData, device: torch.device
 ) -> list[Validation]:
-    """Return the images to measure members on and those to compare them on, with labels of the pre-training task.
+    """Return the images to measure members on and those to compare them on, with labels of the
+    pre-training task.
 
-    Norm statistics are measured on images that the supernet was trained on, so that no image has two purposes.
+    Norm statistics are measured on images that the supernet was trained on, so that no image has
+    two purposes.
     """
     calibration, _ = data.batch(torch.arange(min(MAX_CALIBRATION, len(data.images))))
     sets = []
@@ -131,9 +136,8 @@ def near(search: Search, without: set[Config]) -> list[Config]:
     limit = (low + high) / 2
     options = Options(strategy="random", tolerance=NEAR, draws=100_000, seed=2)
     members = search.with_options(options).top(Limits(macs=limit), NUM_NEAR + len(without))
-    shuffled = np.random.default_rng(0).permutation(
-        len(members)
-    )  # they are ordered by their predicted accuracy
+    # they are ordered by their predicted accuracy
+    shuffled = np.random.default_rng(0).permutation(len(members))
     configs = [members[place].config for place in shuffled]
     return [config for config in configs if config not in without][:NUM_NEAR]
 
@@ -150,12 +154,15 @@ def report_predictor(search: Search, accuracy: MeasuredAccuracy, num_measured: i
         macs = rank_correlation([search.meter.cost(config).macs for config in configs], measured)
         spread = f"accuracies {min(measured):.1%} to {max(measured):.1%}"
         print(
-            f"{title}: {len(configs)} members, {spread}, rank correlation {ranks:.2f} (of multiply-adds {macs:.2f})"
+            f"{title}: {len(configs)} members, {spread}, rank correlation {ranks:.2f} (of "
+            f"multiply-adds {macs:.2f})"
         )
 
 
 def report_search(search: Search, compared: MeasuredAccuracy) -> None:
-    """Print accuracies of searched and of random members at some limits, on images that the search has not used."""
+    """Print accuracies of searched and of random members at some limits, on images that the search
+    has not used.
+    """
     low, high = (
         search.meter.cost(config).macs for config in (search.space.smallest, search.space.largest)
     )
@@ -174,12 +181,17 @@ def report_search(search: Search, compared: MeasuredAccuracy) -> None:
 
 
 def summary(members: Sequence[Found], search: Search, compared: MeasuredAccuracy) -> str:
-    """Return the best and the mean accuracy of members, and that of the one chosen by the search's own images."""
+    """Return the best and the mean accuracy of members, and that of the one chosen by the search's
+    own images.
+    """
     assert search.measure is not None
     configs = [member.config for member in members]
     accuracies = [compared(config) for config in configs]
     chosen = compared(max(configs, key=search.measure))
-    return f"best {max(accuracies):.2%}, mean {np.mean(accuracies):.2%}, chosen by measurement {chosen:.2%}"
+    return (
+        f"best {max(accuracies):.2%}, mean {np.mean(accuracies):.2%}, chosen by measurement "
+        f"{chosen:.2%}"
+    )
 
 
 def report_utilization() -> None:
@@ -195,7 +207,8 @@ def report_utilization() -> None:
             service.prepare(fleet)
             seconds = time.perf_counter() - began
             print(
-                f"{name}, mean limit {mean / 1e6:g} M, {strategy}: {service.utilization(fleet)}; {seconds:.1f} s"
+                f"{name}, mean limit {mean / 1e6:g} M, {strategy}: {service.utilization(fleet)}; "
+                f"{seconds:.1f} s"
             )
 
 
@@ -226,7 +239,8 @@ def main() -> None:
     measured, compared = (MeasuredAccuracy(supernet, images) for images in sets)
     space = supernet.space
     print(
-        f"{space.name}: largest member {compared(space.largest):.2%}, smallest {compared(space.smallest):.2%}"
+        f"{space.name}: largest member {compared(space.largest):.2%}, smallest "
+        f"{compared(space.smallest):.2%}"
     )
 
     plain = Search(Meter(space))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.data import Pool
-from fedquilt.deploy import deployed
+from fedquilt.deploy.deploy import deployed
 from fedquilt.family import Pass
 from fedquilt.family.cut import prefix
 from fedquilt.methods import HeteroFL
@@ -95,7 +95,7 @@ def row(timm: Any, name: str, size: int, rounds: int) -> str:
         return module
 
     pool = Pool.of(images(CLIENTS * IMAGES, 3, size, size), images(IMAGES, 3, size, size))
-    data = pool.deal(CLIENTS)
+    data = pool.partition(CLIENTS)
     family = fq.trace(make, data.example)
     whole, half = (family.count(family.fit(fq.Budget(share=share))) for share in (1.0, 0.5))
     inputs = data.example.double()

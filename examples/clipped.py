@@ -13,7 +13,7 @@ import fedquilt as fq
 from fedquilt.methods.api import (
     Client,
     Fold,
-    Local,
+    LocalTraining,
     Mean,
     Method,
     Presets,
@@ -36,11 +36,10 @@ class Clipped(Method):
     held a position are HeteroFL's.
     """
 
-    local: Local = fq.methods.HeteroFL().local
+    local: LocalTraining = fq.methods.HeteroFL().local
     weighting: Weighting = "uniform"
-    clip: float = (
-        1.0  # S, the largest norm of a client's change. A very large value gives HeteroFL.
-    )
+    # S, the largest norm of a client's change. A very large value gives HeteroFL.
+    clip: float = 1.0
     paper = "McMahan et al. 2018"
     presets: ClassVar[Presets] = {"tight": {"clip": 0.1}}
 
@@ -55,7 +54,7 @@ class Clipped(Method):
         fold = FlatClip(
             world.family.cutter,
             self.weighting,
-            self.server,
+            self.server_optimizer,
             plain=frozenset(world.family.statistics),
             clip=self.clip,
             before=server.weights,
@@ -109,13 +108,13 @@ def net() -> nn.Module:
 
 def main() -> None:
     """Two of twenty clients have a broken camera: what it sees is a hundred times too bright."""
-    data = fq.data.digits().deal(20)
+    data = fq.data.digits().partition(20)
     inputs, broken = data.inputs.clone(), torch.cat([data.parts[0], data.parts[1]])
     inputs[broken] *= 100
     data = replace(data, inputs=inputs)
     family = fq.trace(net, data.example)
-    fleet = fq.Fleet.of([1, 1 / 2, 1 / 4], num_clients=20, sample=10)
-    local = replace(Clipped().local, optimiser=fq.SGD(lr=0.1), batch_size=16)
+    fleet = fq.Fleet.of([1, 1 / 2, 1 / 4], num_clients=20, cohort=10)
+    local = replace(Clipped().local, optimizer=fq.optimizers.SGD(lr=0.1), batch_size=16)
     for method in (fq.methods.HeteroFL(local=local), Clipped(local=local)):
         run = fq.run(method, family, data, fleet, rounds=20, evaluation=fq.Evaluation(every=0))
         told = "  ".join(f"{share}: {accuracy:.1%}" for share, accuracy in run.accuracy.items())

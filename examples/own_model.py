@@ -1,7 +1,7 @@
 """A module of one's own, federated among clients that hold all, half or a quarter of it.
 
-Nothing in the module knows of fedquilt. Two branches and a concatenation show what tracing is for: each branch is cut
-on its own, and the classifier's inputs follow.
+Nothing in the module knows of fedquilt. Two branches and a concatenation show what tracing is for:
+each branch is cut on its own, and the classifier's inputs follow.
 """
 
 import torch
@@ -29,10 +29,10 @@ class TwoScales(nn.Module):
 
 
 def main() -> None:
-    data = fq.data.digits().deal(20)
+    data = fq.data.digits().partition(20)
     family = fq.trace(TwoScales, data.example)
     print("out.weight is", family.axes["out.weight"])
-    fleet = fq.Fleet.of([1, 1 / 2, 1 / 4], num_clients=20, sample=10)
+    fleet = fq.Fleet.of([1, 1 / 2, 1 / 4], num_clients=20, cohort=10)
     run = fq.run(fq.methods.HeteroFL(), family, data, fleet, rounds=20)
     for budget in fleet.kinds:
         model = run.deploy(budget)

@@ -1,10 +1,11 @@
-"""Pictures of predicted masks when a run has spent some of the baseline's bytes (ProgFed, Figure 17).
+"""Pictures of predicted masks when a run has spent some of the baseline's bytes (ProgFed, Figure
+17).
 
     python examples/progfed_masks.py train masks.npz --data-folder data --device cuda
     python examples/progfed_masks.py draw masks.npz masks.png
 
-`train` trains every row of the preset progfed/table3-hippocampus and stores slices of predicted masks
-as arrays. `draw` needs matplotlib, and no data and no GPU.
+`train` trains every row of the preset progfed/table3-hippocampus and stores slices of predicted
+masks as arrays. `draw` needs matplotlib, and no data and no GPU.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.config import Experiment, overlay
 from fedquilt.round import Record
+from fedquilt.runs.experiment import Experiment, overlay
 from fedquilt.studies.growth import total_cost
 from fedquilt.studies.papers import data_folder, read_preset
 
@@ -111,7 +112,9 @@ def _predicted(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _fullest(masks: Tensor) -> list[int]:
-    """Return the position along the first side at which each mask (volume, *size) has most foreground."""
+    """Return the position along the first side at which each mask (volume, *size) has most
+    foreground.
+    """
     return (masks > 0).flatten(2).sum(2).argmax(1).tolist()
 
 

@@ -1,9 +1,10 @@
-"""Regression and several labels for each sample: federated beside a plain, centralised training loop.
+"""Regression and several labels for each sample: federated beside a plain, centralised training
+loop.
 
     python examples/tasks.py
 
-Both train the same model on the same training samples with the same optimizer. The loop makes `epochs` passes over all
-of them. `docs/tasks.md` has what it prints.
+Both train the same model on the same training samples with the same optimizer. The loop makes
+`epochs` passes over all of them. `docs/tasks.md` has what it prints.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.config import Experiment, demo
 from fedquilt.models import MLP, tiny_resnet
+from fedquilt.runs.experiment import Experiment, demo
 from fedquilt.tasks import MultiLabel, Regression, Task
 
 
@@ -95,7 +96,8 @@ def main() -> None:
         central = centralised(problem, min(problem.epochs, 2 * rounds))
         found = federated(name, rounds)
         print(
-            f"{name:<18} centralised  {'  '.join(f'share {share:<5}' for share in found[problem.task.main.name])}"
+            f"{name:<18} centralised  "
+            f"{'  '.join(f'share {share:<5}' for share in found[problem.task.main.name])}"
         )
         for metric in problem.task.measured:
             values = "  ".join(f"{value:11.3f}" for value in found[metric.name].values())

@@ -10,39 +10,33 @@ from fedquilt.version import __version__
 
 if TYPE_CHECKING:
     from fedquilt import data, errors, fleets, methods, models, tasks
-    from fedquilt.checkpoint import Checkpointing
-    from fedquilt.config import Experiment, load_run
-    from fedquilt.customise import CustomisableModel
     from fedquilt.data import FederatedData
-    from fedquilt.devices import keep_pages
-    from fedquilt.experiment import Run, prepare, run
-    from fedquilt.export import load_model
+    from fedquilt.deploy.customizable import CustomizableModel
+    from fedquilt.deploy.export import load_model
     from fedquilt.family.cost import TrainingStep
     from fedquilt.family.dual import ConditionedNorm, DualNorm, conditioned, dual, set_robustness
     from fedquilt.family.family import Family, trace
     from fedquilt.family.stages import with_stages
     from fedquilt.family.union import union
-    from fedquilt.records import load
+    from fedquilt.hardware.process import keep_pages
     from fedquilt.round import Evaluation, Fleet
-    from fedquilt.round.attack import PGD, AdversarialTraining
-    from fedquilt.round.federation import Federation, World
-    from fedquilt.round.link import Clock, Codec, Columns, Link, Wireless
+    from fedquilt.round import link as links
+    from fedquilt.round.link import Link
+    from fedquilt.round.training import attacks, optimizers, schedules
     from fedquilt.round.training.augmentation import Intensity
-    from fedquilt.round.training.local import Local
-    from fedquilt.round.training.optimizers import SGD, Adam, AdamW
-    from fedquilt.round.training.schedules import Constant, Cosine, Steps
+    from fedquilt.round.training.local import LocalTraining
+    from fedquilt.runs.checkpoint import Checkpointing
+    from fedquilt.runs.experiment import Experiment, load_run
+    from fedquilt.runs.folder import load_state
+    from fedquilt.runs.run import Run, prepare, run
     from fedquilt.studies.study import Study, study
-    from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update
+    from fedquilt.terms import Budget
 
-# Names are imported when they are asked for: `fedquilt --help` and a typo need not wait for torch.
-_HOMES = {
-    "fedquilt.checkpoint": ("Checkpointing",),
-    "fedquilt.config": ("Experiment", "load_run"),
-    "fedquilt.customise": ("CustomisableModel",),
+# Names are imported when they are used first, so that `fedquilt --help` does not wait for torch.
+_NAMES = {
     "fedquilt.data": ("FederatedData",),
-    "fedquilt.devices": ("keep_pages",),
-    "fedquilt.experiment": ("Run", "prepare", "run"),
-    "fedquilt.export": ("load_model",),
+    "fedquilt.deploy.customizable": ("CustomizableModel",),
+    "fedquilt.deploy.export": ("load_model",),
     "fedquilt.family.cost": ("TrainingStep",),
     "fedquilt.family.dual": (
         "ConditionedNorm",
@@ -54,38 +48,54 @@ _HOMES = {
     "fedquilt.family.family": ("Family", "trace"),
     "fedquilt.family.stages": ("with_stages",),
     "fedquilt.family.union": ("union",),
-    "fedquilt.records": ("load",),
+    "fedquilt.hardware.process": ("keep_pages",),
     "fedquilt.round": ("Evaluation", "Fleet"),
-    "fedquilt.round.attack": ("PGD", "AdversarialTraining"),
-    "fedquilt.round.federation": ("Federation", "World"),
-    "fedquilt.round.link": ("Clock", "Codec", "Columns", "Link", "Wireless"),
+    "fedquilt.round.link": ("Link",),
     "fedquilt.round.training.augmentation": ("Intensity",),
-    "fedquilt.round.training.local": ("Local",),
-    "fedquilt.round.training.optimizers": ("SGD", "Adam", "AdamW"),
-    "fedquilt.round.training.schedules": ("Constant", "Cosine", "Steps"),
+    "fedquilt.round.training.local": ("LocalTraining",),
+    "fedquilt.runs.checkpoint": ("Checkpointing",),
+    "fedquilt.runs.experiment": ("Experiment", "load_run"),
+    "fedquilt.runs.folder": ("load_state",),
+    "fedquilt.runs.run": ("Run", "prepare", "run"),
     "fedquilt.studies.study": ("Study", "study"),
-    "fedquilt.terms": (
-        "Arch",
-        "Budget",
-        "Client",
-        "Job",
-        "Payload",
-        "Server",
-        "Submodel",
-        "Update",
-    ),
+    "fedquilt.terms": ("Budget",),
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("data", "errors", "fleets", "methods", "models", "tasks")
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+_NAMESPACES = {
+    "attacks": "fedquilt.round.training.attacks",
+    "data": "fedquilt.data",
+    "errors": "fedquilt.errors",
+    "fleets": "fedquilt.fleets",
+    "links": "fedquilt.round.link",
+    "methods": "fedquilt.methods",
+    "models": "fedquilt.models",
+    "optimizers": "fedquilt.round.training.optimizers",
+    "schedules": "fedquilt.round.training.schedules",
+    "tasks": "fedquilt.tasks",
+}
+# Earlier names and where they are now, for the errors about them. docs/what-changed.md lists all.
+_RENAMED = {
+    "Columns": "links.ColumnLoss",
+    "CustomisableModel": "CustomizableModel",
+    "Local": "LocalTraining",
+    "load": "load_state",
+    **{name: f"schedules.{name}" for name in ("Constant", "Cosine", "Steps", "WithinRound")},
+    **{name: f"optimizers.{name}" for name in ("SGD", "Adam", "AdamW")},
+    **{name: f"links.{name}" for name in ("Clock", "Codec", "Wireless")},
+    **{name: f"attacks.{name}" for name in ("PGD", "AdversarialTraining")},
+    **{name: f"methods.api.{name}" for name in ("Arch", "Client", "Federation", "Job", "Payload")},
+    **{name: f"methods.api.{name}" for name in ("Server", "Submodel", "Update", "World")},
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"fedquilt.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module 'fedquilt' has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_HOME[name]), name)
-    return found
+    if name in _NAMESPACES:
+        return import_module(_NAMESPACES[name])
+    if name in _MODULE_OF:
+        value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+        return value
+    hint = f". It is fedquilt.{_RENAMED[name]} now." if name in _RENAMED else ""
+    raise AttributeError(f"module 'fedquilt' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:
@@ -93,58 +103,41 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "PGD",
-    "SGD",
-    "Adam",
-    "AdamW",
-    "AdversarialTraining",
-    "Arch",
     "Budget",
     "Checkpointing",
-    "Client",
-    "Clock",
-    "Codec",
-    "Columns",
     "ConditionedNorm",
-    "Constant",
-    "Cosine",
-    "CustomisableModel",
+    "CustomizableModel",
     "DualNorm",
     "Evaluation",
     "Experiment",
     "Family",
     "FederatedData",
-    "Federation",
     "FedquiltError",
     "Fleet",
     "Intensity",
-    "Job",
     "Link",
-    "Local",
-    "Payload",
+    "LocalTraining",
     "Run",
-    "Server",
-    "Steps",
     "Study",
-    "Submodel",
     "TrainingStep",
-    "Update",
-    "Wireless",
-    "World",
     "__version__",
+    "attacks",
     "conditioned",
     "data",
     "dual",
     "errors",
     "fleets",
     "keep_pages",
-    "load",
+    "links",
     "load_model",
     "load_run",
+    "load_state",
     "methods",
     "models",
+    "optimizers",
     "prepare",
     "run",
+    "schedules",
     "set_robustness",
     "study",
     "tasks",

@@ -1,8 +1,8 @@
-"""Named axes: which dimension of which weight belongs to which group of channels, and what a cut keeps of it.
+"""Named axes: the groups of channels that the dimensions of weights belong to.
 
-Every dimension is an expression of axes, written as in einops: `"c2 c1 3 3"`, `"class (c2 49)"`, `"(a + b) 3 3"`,
-`"(heads d) c"`. Numbers are sizes that are never cut. `Positions` says which channels of an axis are kept, and
-`positions_of` carries that through an expression to the rows of the weight.
+Every dimension is an expression of axes, written as in einops: `"c2 c1 3 3"`, `"class (c2 49)"`,
+`"(a + b) 3 3"`, `"(heads d) c"`. Numbers are sizes that are never cut. `Positions` has the channels
+of an axis that a cut keeps. `positions_of` computes the rows of a weight from them.
 """
 
 from __future__ import annotations
@@ -15,28 +15,39 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
-from fedquilt.devices import untransformed
+from fedquilt.hardware.device import outside_functorch
 
-_FEW = 8  # runs up to which a call for each is faster than a list of all positions
-Run = tuple[int, int]  # positions start..stop-1
+_FEW = 8  # Number of runs up to which one call per run is faster than a list of all positions.
+Run = tuple[int, int]  # Positions from start to stop - 1.
 
 
 @dataclass(frozen=True)
 class Positions:
-    """An ordered set of positions as runs of neighbours, so that a window is one or two slices and not a mask."""
+    """An ordered set of positions, stored as runs of consecutive positions.
+
+    A window is then one or two slices instead of a mask.
+    """
 
     runs: tuple[Run, ...]
 
     @staticmethod
     def prefix(count: int) -> Positions:
+        """Return the first `count` positions."""
         return Positions(((0, count),))
 
     @staticmethod
     def window(start: int, count: int, size: int) -> Positions:
-        """`count` neighbours of `size` from `start` on, wrapping at the end (FedRolex, equation 4)."""
+        """Return a window of consecutive positions, wrapping at the end (FedRolex, equation 4).
+
+        Args:
+            start: First position. It is taken modulo `size`.
+            count: Number of positions.
+            size: Size of the axis.
+        """
         start %= size
         if count >= size:
-            # A full window is the whole axis whatever its start: one order for all keeps equal members equal.
+            # A full window is the whole axis, whatever its start. It always has the same order, so
+            # that equal members compare equal.
             return Positions(((0, size),))
         if start + count <= size:
             return Positions(((start, start + count),))
@@ -44,10 +55,11 @@ class Positions:
 
     @staticmethod
     def chosen(positions: Iterable[int]) -> Positions:
+        """Return the given positions, in the given order."""
         return Positions(_merge((p, p + 1) for p in positions))
 
     def __reduce__(self) -> tuple[type[Positions], tuple[tuple[Run, ...]]]:
-        return Positions, (self.runs,)  # what was worked out from them need not travel
+        return Positions, (self.runs,)  # Cached values are not pickled.
 
     @cached_property
     def _count(self) -> int:
@@ -62,8 +74,8 @@ class Positions:
 
     @cached_property
     def tensor(self) -> Tensor:
-        """The positions as an int64 vector on the CPU."""
-        with untransformed():
+        """Return the positions as an int64 vector on the CPU."""
+        with outside_functorch():
             if len(self.runs) > _FEW:
                 return torch.tensor(list(self))
             return torch.cat(
@@ -72,31 +84,35 @@ class Positions:
 
     @property
     def stop(self) -> int:
-        """One more than the highest position."""
+        """Return the highest position plus one, or 0 if there are no positions."""
         return max((stop for _, stop in self.runs), default=0)
 
     def covers(self, size: int) -> bool:
-        """Whether this is the whole axis in its own order."""
+        """Return True if these are all positions of an axis of this size, in ascending order."""
         return self.runs == ((0, size),)
 
     def take(self, inner: Positions) -> Positions:
-        """The positions at `inner`'s places in this order: a sub-model of a sub-model, in global positions."""
+        """Return the positions at the indices `inner` of this order.
+
+        If these are the positions of a sub-model, the result has a sub-model of it in global
+        positions.
+        """
         if inner.covers(len(self)):
             return self
-        here = list(self)
-        return Positions.chosen(here[place] for place in inner)
+        positions = list(self)
+        return Positions.chosen(positions[index] for index in inner)
 
     def keep(self, wanted: Iterable[int]) -> Positions:
-        """These positions, in this order, that are among `wanted`."""
+        """Return the positions that are also in `wanted`, in this order."""
         if wanted == self:
             return self
         among = set(wanted)
         return Positions.chosen(position for position in self if position in among)
 
     def places(self, wanted: Positions) -> Positions:
-        """Where `wanted`'s positions stand in this order: the inverse of `take`."""
-        at = {position: place for place, position in enumerate(self)}
-        return Positions.chosen(at[position] for position in wanted)
+        """Return the indices of the positions `wanted` in this order. This inverts `take`."""
+        index_of = {position: index for index, position in enumerate(self)}
+        return Positions.chosen(index_of[position] for position in wanted)
 
 
 def _merge(runs: Iterable[Run]) -> tuple[Run, ...]:
@@ -110,7 +126,10 @@ def _merge(runs: Iterable[Run]) -> tuple[Run, ...]:
 
 
 class Index(Mapping[str, Positions]):
-    """Axis → kept positions; an axis that is not named is kept whole. Hashable, so that equal cuts are found."""
+    """Kept positions by axis. An axis that is not named is kept completely.
+
+    An index is hashable, so that it can be the key of a dictionary.
+    """
 
     __slots__ = ("_hash", "_items")
 
@@ -141,7 +160,7 @@ class Index(Mapping[str, Positions]):
         return f"Index({self._items!r})"
 
     def __reduce__(self) -> tuple[type[Index], tuple[dict[str, Positions]]]:
-        return Index, (self._items,)  # without the hash: another process has another
+        return Index, (self._items,)  # Hashes differ between processes.
 
 
 @dataclass(frozen=True)
@@ -150,66 +169,66 @@ class Axis:
 
     name: str
     size: int
-    fixed: bool = False  # inputs, classes and what the user pinned: never cut by a budget
-    coupled: bool = (
-        False  # reduced by a layer or group norm, softmax or mean: a cut is not the same as zeroing
-    )
-    inner: tuple[str, ...] = ()  # for an axis of groups: the axes inside it
-    least: int = 1  # channels that every member has; 2 where the module fails with one
+    fixed: bool = False  # True: never cut by a budget, such as inputs, classes and pinned axes.
+    # True: a layer norm, group norm, softmax or mean reduces the axis. Cutting channels then
+    # differs from setting them to zero.
+    coupled: bool = False
+    inner: tuple[str, ...] = ()  # Axes inside an axis of groups.
+    least: int = 1  # Fewest channels of any member. 2 if the module fails with one channel.
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Dimensions laid end to end, as a concatenation leaves them."""
+    """Concatenated dimensions."""
 
     terms: tuple[Expr, ...]
 
 
 @dataclass(frozen=True)
 class Product:
-    """Dimensions nested row-major, as a flatten leaves them: the last factor moves fastest."""
+    """Flattened dimensions in row-major order, so that the last factor changes fastest."""
 
     factors: tuple[Expr, ...]
 
 
-Expr = str | int | Sum | Product  # an axis' name, a size that is never cut, or a compound of them
+Expr = str | int | Sum | Product  # Name of an axis, size that is never cut, or a compound.
 Dims = tuple[Expr, ...]
 
 _TOKEN = re.compile(r"\s*([()+]|[^\s()+]+)")
 
 
 def parse(text: str) -> Dims:
-    """Read the dimensions of a weight: `parse("(a + b) c 3 3")` has four."""
+    """Parse the dimensions of a weight. `parse("(a + b) c 3 3")` returns four."""
     tokens = _TOKEN.findall(text)
-    at = 0
+    cursor = 0
 
     def factors() -> list[Expr]:
-        nonlocal at
-        found: list[Expr] = []
-        while at < len(tokens) and tokens[at] not in ")+":
-            token = tokens[at]
-            at += 1
+        nonlocal cursor
+        exprs: list[Expr] = []
+        while cursor < len(tokens) and tokens[cursor] not in ")+":
+            token = tokens[cursor]
+            cursor += 1
             if token == "(":
-                found.append(group())
+                exprs.append(group())
             else:
-                found.append(int(token) if token.isdecimal() else token)
-        return found
+                exprs.append(int(token) if token.isdecimal() else token)
+        return exprs
 
     def group() -> Expr:
-        nonlocal at
+        nonlocal cursor
         terms = [_product(factors())]
-        while at < len(tokens) and tokens[at] == "+":
-            at += 1
+        while cursor < len(tokens) and tokens[cursor] == "+":
+            cursor += 1
             terms.append(_product(factors()))
-        if at >= len(tokens) or tokens[at] != ")":
+        if cursor >= len(tokens) or tokens[cursor] != ")":
             raise ValueError(f"unbalanced parentheses in {text!r}")
-        at += 1
+        cursor += 1
         return terms[0] if len(terms) == 1 else Sum(tuple(terms))
 
     dims = tuple(factors())
-    if at != len(tokens):
+    if cursor != len(tokens):
         raise ValueError(
-            f"unexpected {tokens[at]!r} in {text!r}; a sum needs parentheses: '(a + b)'"
+            f"unexpected {tokens[cursor]!r} in {text!r}; a sum needs parentheses: '(a + b)'"
         )
     return dims
 
@@ -219,15 +238,15 @@ def _product(factors: list[Expr]) -> Expr:
 
 
 def write(dims: Dims) -> str:
-    """The text `parse` reads back."""
+    """Return dimensions as text that `parse` reads."""
     return " ".join(_write(dim) for dim in dims)
 
 
 def _write(expr: Expr) -> str:
     match expr:
         case Sum(terms):
-            inside = (_write(t)[1:-1] if isinstance(t, Product) else _write(t) for t in terms)
-            return "(" + " + ".join(inside) + ")"
+            texts = (_write(t)[1:-1] if isinstance(t, Product) else _write(t) for t in terms)
+            return "(" + " + ".join(texts) + ")"
         case Product(factors):
             return "(" + " ".join(_write(f) for f in factors) + ")"
         case _:
@@ -235,7 +254,7 @@ def _write(expr: Expr) -> str:
 
 
 def axes_in(expr: Expr) -> Iterator[str]:
-    """The axes an expression names, left to right."""
+    """Yield the names of the axes in an expression, from left to right."""
     match expr:
         case str():
             yield expr
@@ -245,7 +264,7 @@ def axes_in(expr: Expr) -> Iterator[str]:
 
 
 def renamed(dims: Dims, names: Mapping[str, str]) -> Dims:
-    """Return dimensions with other names of their axes; an axis that has no other name keeps its own."""
+    """Return dimensions with renamed axes. An axis that is not in `names` keeps its name."""
     return tuple(_renamed(dim, names) for dim in dims)
 
 
@@ -262,7 +281,7 @@ def _renamed(expr: Expr, names: Mapping[str, str]) -> Expr:
 
 
 def size_of(expr: Expr, sizes: Mapping[str, int]) -> int:
-    """How long a dimension is when its axes have these sizes."""
+    """Return the length of a dimension whose axes have these sizes."""
     match expr:
         case int():
             return expr
@@ -275,7 +294,13 @@ def size_of(expr: Expr, sizes: Mapping[str, int]) -> int:
 
 
 def positions_of(expr: Expr, index: Mapping[str, Positions], sizes: Mapping[str, int]) -> Positions:
-    """The rows of a dimension that a cut keeps, in the order the member has them."""
+    """Return the rows of a dimension that a cut keeps, in the member's order.
+
+    Args:
+        expr: Expression of the dimension.
+        index: Kept positions by axis. Other axes are kept completely.
+        sizes: Full size of every axis.
+    """
     match expr:
         case int():
             return Positions.prefix(expr)
@@ -292,11 +317,11 @@ def positions_of(expr: Expr, index: Mapping[str, Positions], sizes: Mapping[str,
                 offset += size_of(term, sizes)
             return Positions(_merge(runs))
         case Product(factors):
-            kept, size = Positions.prefix(1), 1
+            positions, size = Positions.prefix(1), 1
             for factor in factors:
                 inner, length = positions_of(factor, index, sizes), size_of(factor, sizes)
-                kept, size = _nest(kept, inner, length), size * length
-            return kept
+                positions, size = _nest(positions, inner, length), size * length
+            return positions
 
 
 def _nest(outer: Positions, inner: Positions, length: int) -> Positions:

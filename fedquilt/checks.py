@@ -1,34 +1,39 @@
-"""Bounds on settings, said once: `within(self, lr="(0, inf)", momentum="[0, 1)")` in a `__post_init__`.
+"""Checks of settings: `within(self, lr="(0, inf)", momentum="[0, 1)")` in a `__post_init__`.
 
-`File` is a hint for text that names what has to be there when settings are read; in Python it is plain text.
+`File` is a type hint for the path of a file or folder, which must exist when settings are read. In
+Python it is a plain `str`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from numbers import Integral
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, get_args
+
+import numpy as np
 
 from fedquilt.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Check:
-    """In `Annotated[kind, Check(why)]`: asked of a value that settings hold; "" if it will do, else what is wrong."""
+    """A check of a setting, for `Annotated[kind, Check(why)]`."""
 
-    why: Callable[[Any], str]
+    why: Callable[[Any], str]  # Returns what is wrong with a value, or "" if it is valid.
 
 
 def missing(path: str) -> str:
-    """What to say of a file or folder that is not there; nothing was asked for with ""."""
+    """Return an error message if a file or folder does not exist. An empty path is valid."""
     try:
-        there = not path or Path(path).exists()
-    except (OSError, ValueError):  # a name too long for a file, or with a NUL in it
-        there = False
+        exists = not path or Path(path).exists()
+    except (OSError, ValueError):  # The name is too long, or has a NUL in it.
+        exists = False
     return (
-        "" if there else f"{path!r} was asked for; there is no such file or folder in {Path.cwd()}."
+        ""
+        if exists
+        else f"{path!r} was asked for; there is no such file or folder in {Path.cwd()}."
     )
 
 
@@ -36,12 +41,15 @@ File = Annotated[str, Check(missing)]
 
 
 def within(owner: object, **intervals: str) -> None:
-    """Raise one error that names every field of the owner outside of its interval. NaN and None lie in none."""
+    """Raise one error that names all fields of the owner outside of their intervals.
+
+    NaN and None are outside of every interval.
+    """
     refuse(owner, outside(owner, **intervals))
 
 
 def outside(owner: object, **intervals: str) -> dict[str, str]:
-    """What is wrong with each field outside of its interval."""
+    """Return an error message for each field outside of its interval."""
     return {
         name: _wrong(value, interval)
         for name, interval in intervals.items()
@@ -57,24 +65,54 @@ def _wrong(value: object, interval: str) -> str:
 
 
 def one_of(owner: object, /, **words: object) -> None:
-    """Raise one error that names every field of the owner that is none of a Literal's words."""
-    wrong = {
-        name: f"{getattr(owner, name)!r} was asked for; it may be {', '.join(map(repr, get_args(literal)))}."
+    """Raise one error that names all fields whose value is not among those of a Literal."""
+    problems = {
+        name: f"{getattr(owner, name)!r} was asked for; "
+        f"it may be {', '.join(map(repr, get_args(literal)))}."
         for name, literal in words.items()
         if getattr(owner, name) not in get_args(literal)
     }
-    refuse(owner, wrong)
+    refuse(owner, problems)
 
 
 def refuse(owner: object, wrong: Mapping[str, str]) -> None:
-    """Raise one error for all fields with which something is wrong."""
+    """Raise one error for all fields that have an error message."""
     if wrong:
-        told = " ".join(f"{name} = {text}" for name, text in wrong.items())
-        raise ConfigError(f"{type(owner).__name__}: {told}", wrong)
+        messages = " ".join(f"{name} = {text}" for name, text in wrong.items())
+        raise ConfigError(f"{type(owner).__name__}: {messages}", wrong)
+
+
+_KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
+    "float": (Real, "a number"),
+    "int": (Integral, "a whole number"),
+    "bool": ((bool, np.bool_), "True or False"),
+    "str": (str, "text"),
+}
+
+
+def check_kinds(owner: Any) -> None:
+    """Raise one error that names all fields of a dataclass whose value has the wrong type.
+
+    Dataclasses do not check types themselves. Only the hints float, int, bool and str are checked.
+    """
+    problems = {}
+    for field in fields(owner):
+        hint = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
+        value = getattr(owner, field.name)
+        if hint not in _KINDS:
+            continue
+        kind, words = _KINDS[hint]
+        is_flag = isinstance(value, bool) and hint in ("float", "int")
+        if is_flag or not isinstance(value, kind):
+            problems[field.name] = f"{value!r} was asked for; it must be {words}."
+    refuse(owner, problems)
 
 
 def whole(value: object, least: int = 0) -> bool:
-    """Whether it is a whole number, of Python or NumPy, and not below the least; True and False are none."""
+    """Return True if a value is an integer of Python or NumPy, and at least `least`.
+
+    Booleans are not accepted as integers.
+    """
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 

@@ -1,6 +1,6 @@
 """Find classes and functions: by name in a table, as `file.py:NAME`, or as `package.module:NAME`.
 
-The error for an unknown name has the nearest known one.
+The error for an unknown name suggests the nearest known one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.metadata import packages_distributions
@@ -22,13 +22,13 @@ from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from fedquilt.errors import ConfigError
-from fedquilt.faults import user_line
+from fedquilt.errors.faults import user_line
 
 T = TypeVar("T")
 
 
 def find(table: Mapping[str, T], name: str, what: str) -> T | Any:
-    """Return the entry of the table, or the class or function in a file or a module, that a name refers to.
+    """Return the object that a name refers to, in a table, a file or a module.
 
     Args:
         table: Entries by name.
@@ -43,32 +43,74 @@ def find(table: Mapping[str, T], name: str, what: str) -> T | Any:
 
 
 def known(table: Mapping[str, T], name: str, what: str) -> T:
-    """Return the entry of a table. The error for an unknown name lists the known ones."""
+    """Return the entry of a table.
+
+    Args:
+        table: Entries by name.
+        name: Name of an entry.
+        what: Kind of the entries in one word or two, for messages.
+
+    Raises:
+        ConfigError: The name is unknown. The message lists the known names.
+    """
     if name in table:
         return table[name]
     raise ConfigError(f"there is no {what} named {name!r}.{nearest(name, table)}")
 
 
+def registered(table: Mapping[str, type], value: object) -> str:
+    """Return the name of a value's class in a table, or the class name if it is not listed."""
+    return next((name for name, kind in table.items() if kind is type(value)), type(value).__name__)
+
+
+# Old names of settings, engines and norm policies, with their present names.
+RENAMED = {
+    "available": "availability",
+    "checkpointing": "checkpoint",
+    "decay": "weight_decay",
+    "local": "per_client",
+    "local-all": "per_client-all",
+    "memories": "client_state_memory",
+    "memory_limit": "client_state_memory",
+    "normalise": "normalize",
+    "optimiser": "optimizer",
+    "sample": "cohort",
+    "server": "server_optimizer",
+    "size": "step_size",
+    "tracking": "trackers",
+    "vectorised": "vectorized",
+}
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the end of an error about an unknown name: the nearest known name, and all known names."""
+    """Return the end of an error message about an unknown name.
+
+    It has the new name or the nearest one, and all known names.
+
+    Args:
+        name: Name that is not known.
+        names: Known names. A name of `RENAMED` counts only if its new name is among them.
+    """
     names = list(names)
+    if RENAMED.get(name) in names:
+        return f" It is called {RENAMED[name]!r} now. Known: {', '.join(names)}."
     close = difflib.get_close_matches(name, names, n=1)
-    separator = "; " if any("," in one for one in names) else ", "
+    separator = "; " if any("," in known_name for known_name in names) else ", "
     return (
         f" Did you mean {close[0]!r}?" if close else ""
     ) + f" Known: {separator.join(names) or 'none'}."
 
 
 def said(error: BaseException) -> str:
-    """Return the message of an error with its class and the user's line that it came through, if there is one.
+    """Return an error's class and message, and the line of the user's code that it came through.
 
-    It reads `ValueError: on purpose (mine.py:12, in net)`.
+    An example is `ValueError: on purpose (mine.py:12, in net)`.
     """
     line = user_line(error)
     return f"{type(error).__name__}: {error}{f' ({line})' if line else ''}"
 
 
-# --- files of the user's own ------------------------------------------------------------------------------------
+# --- files of the user's own --------------------------------------------------------------------
 
 
 def is_file(name: str) -> bool:
@@ -77,7 +119,7 @@ def is_file(name: str) -> bool:
 
 
 def split_file(name: str) -> tuple[str, str]:
-    """Return the path and the NAME of `file.py:NAME`. Without a name it is an empty string."""
+    """Return the path and the NAME of `file.py:NAME`. NAME is empty if it is missing."""
     path, _, attribute = name.rpartition(":") if ".py:" in name else (name, ":", "")
     return path, attribute
 
@@ -92,32 +134,64 @@ def is_reference(name: str) -> bool:
     return is_file(name) or is_in_module(name)
 
 
-# At least one dot is needed before the colon, because `hub:mnist` is a data set and no module.
+# At least one dot is needed before the colon, because `hub:mnist` is a data set, not a module.
 _IN_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
-def name_of(kind: type) -> str:
-    """Return a name that `find` resolves to a class that is in no table.
+def name_of(code: Callable[..., Any]) -> str:
+    """Return a name that `find` resolves to a class or function that is in no table.
 
-    It is `package.module:Class` for classes of installed packages, else `file.py:Class`.
+    It is `package.module:NAME` for code of installed packages, else `file.py:NAME`. A function may
+    have a decorator that uses `functools.wraps`.
+
+    Raises:
+        ConfigError: The object is in no file, has no name, is defined inside a function, or another
+            object has its name.
     """
-    try:
-        file = Path(inspect.getfile(kind))
-    except (TypeError, OSError) as error:  # made in an interactive session
+    name: str = getattr(code, "__qualname__", "")
+    if not name:
         raise ConfigError(
-            f"{kind.__qualname__} is in no file, so that no name stands for it."
-        ) from error
-    if "<locals>" in kind.__qualname__:
-        raise ConfigError(
-            f"{kind.__qualname__} in {file} is made inside a function, so that no name stands for it."
+            f"an object of the class {type(code).__name__} has no name by which it can be found."
         )
-    if _is_installed(kind.__module__):
-        return f"{kind.__module__}:{kind.__qualname__}"
-    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{kind.__qualname__}"
+    module = sys.modules.get(code.__module__)
+    path = getattr(module, "__file__", None)
+    if path is None:  # made in an interactive session
+        raise ConfigError(f"{name} is in no file, so that no name stands for it. Put it into one.")
+    file = Path(path)
+    if "<lambda>" in name:
+        raise ConfigError(
+            f"the lambda in {_place(code, file)} has no name. Write it as a function at the top "
+            "level of the file, or "
+            "as functools.partial of one."
+        )
+    if "<locals>" in name:
+        raise ConfigError(
+            f"{name} in {file} is made inside a function, so that no name stands for it. Put it at "
+            "the top level of "
+            "the file."
+        )
+    if inspect.unwrap(_attribute(module, name)) != inspect.unwrap(code):
+        raise ConfigError(f"{name} is no longer the name of this object in {file}.")
+    if _is_installed(code.__module__):
+        return f"{code.__module__}:{name}"
+    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{name}"
+
+
+def _place(code: Any, file: Path) -> str:
+    """Return the file of a function, and its line if it is known."""
+    compiled = getattr(code, "__code__", None)
+    return f"{file.name}, line {compiled.co_firstlineno}" if compiled else file.name
+
+
+def _attribute(target: Any, name: str) -> Any:
+    """Return the object of a dotted name in a module or class, or None if there is none."""
+    for part in name.split("."):
+        target = getattr(target, part, None)
+    return target
 
 
 def _is_installed(module: str) -> bool:
-    """Return True if a module belongs to an installed package, so that every process can import it."""
+    """Return True if a module is in an installed package, which every process can import."""
     package, dot, _ = module.partition(".")
     return bool(dot) and (package == __package__ or package in _packages())
 
@@ -128,18 +202,15 @@ def _packages() -> Mapping[str, list[str]]:
 
 
 def module_files(module: str) -> list[Path | None]:
-    """Return the files that importing a module runs, packages above it first. Nothing is imported.
+    """Return the files that importing a module runs, parent packages first. Nothing is imported.
 
-    None stands for a module without a file, and for one that cannot be found inside a package that can. The list is
-    empty if nothing has the first name, because nothing would be imported then.
+    An entry is None for a module without a file, or one that is missing in its package. The list is
+    empty if the top-level package is missing, because nothing would be imported then.
     """
     first, *inner = module.split(".")
     try:
         spec = importlib.util.find_spec(first)
-    except (
-        ImportError,
-        ValueError,
-    ):  # ValueError: a module that was not imported as others are, such as __main__
+    except (ImportError, ValueError):  # ValueError: a module without a spec, such as __main__
         spec = None
     if spec is None and first not in sys.modules:
         return []
@@ -153,7 +224,7 @@ def module_files(module: str) -> list[Path | None]:
 
 
 def _file_of(name: str, spec: ModuleSpec | None) -> Path | None:
-    """Return the file of a module that is imported already, or that a spec describes."""
+    """Return the file of a module, from its import or else from its spec."""
     if name in sys.modules:
         origin = getattr(sys.modules[name], "__file__", None)
     else:
@@ -182,52 +253,53 @@ def _from_file(name: str, what: str) -> Any:
     path, attribute = split_file(name)
     if not attribute:
         raise ConfigError(
-            f"the {what} {name!r} names a file and nothing in it. Write {path}:NAME, with the name of a class or "
+            f"the {what} {name!r} names a file and nothing in it. Write {path}:NAME, with the name "
+            "of a class or "
             "function."
         )
     try:
-        there = Path(path).is_file()
-    except (OSError, ValueError):  # a name too long for a file, or with a NUL in it
-        there = False
-    if not there:
+        exists = Path(path).is_file()
+    except (OSError, ValueError):  # The name is too long, or has a NUL in it.
+        exists = False
+    if not exists:
         raise ConfigError(
             f"the {what} {name!r} was asked for; there is no file {path!r} in {Path.cwd()}."
         )
     module = _read(Path(path).resolve())
-    if callable(found := getattr(module, attribute, None)):
-        return found
-    own = {
+    if callable(target := _attribute(module, attribute)):
+        return target
+    definitions = {
         key: value
         for key, value in vars(module).items()
         if getattr(value, "__module__", "") == module.__name__
     }
-    return known(own, attribute, f"class or function in {path}")
+    return known(definitions, attribute, f"class or function in {path}")
 
 
 def _from_module(name: str, what: str) -> Any:
     path, _, attribute = name.partition(":")
-    asked = f"the {what} {name!r} was asked for"
+    request = f"the {what} {name!r} was asked for"
     try:
         module = importlib.import_module(path)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{asked}; there is no module {error.name!r}. Is its package installed?"
+            f"{request}; there is no module {error.name!r}. Is its package installed?"
         ) from error
     except Exception as error:
-        raise ConfigError(f"{asked}; importing {path} failed: {said(error)}") from error
-    target: Any = module
-    for part in attribute.split("."):
-        target = getattr(target, part, None)
-    if callable(target):
+        raise ConfigError(f"{request}; importing {path} failed: {said(error)}") from error
+    if callable(target := _attribute(module, attribute)):
         return target
     names = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == path]
-    raise ConfigError(f"{asked}; {path} has no such class or function.{nearest(attribute, names)}")
+    raise ConfigError(
+        f"{request}; {path} has no such class or function.{nearest(attribute, names)}"
+    )
 
 
 class _SourceLoader(SourceFileLoader):
     """Loader that always compiles the source.
 
-    Bytecode in `__pycache__` may be that of other source. Code would run then that `fedquilt.trust` did not compare.
+    Bytecode in `__pycache__` may come from other source. It would run without having been compared
+    by `fedquilt.runs.trust`.
     """
 
     def get_code(self, fullname: str) -> CodeType:
@@ -236,16 +308,17 @@ class _SourceLoader(SourceFileLoader):
         return code
 
 
-@cache  # two parts of a run may be in one file
+@cache  # Two parts of a run may be in one file.
 def _read(file: Path) -> ModuleType:
-    # Files of one name in two folders are two modules: dataclasses and type hints look their module up by name.
+    # Files with the same name in two folders need different module names, because dataclasses and
+    # type hints look up their module by name.
     name = f"{file.stem}_{zlib.crc32(bytes(file)):08x}"
     spec = importlib.util.spec_from_file_location(name, file, loader=_SourceLoader(name, str(file)))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.insert(0, str(file.parent))  # the file may import its neighbours, as a script may
+    sys.path.insert(0, str(file.parent))  # The file may import its neighbours.
     try:
         spec.loader.exec_module(module)
     except Exception as error:

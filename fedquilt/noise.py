@@ -1,6 +1,7 @@
-"""All randomness, as a counter-based hash: the same (seed, client, round, step, site) draws the same on every engine.
+"""Random numbers from a counter-based hash.
 
-Nothing here keeps state, so clients can be trained in any order, in any stack, on any machine, or again.
+The same (seed, client, round, step, site) gives the same numbers on every engine. Nothing here has
+state. So clients can be trained in any order, in any stack, on any machine, and repeatedly.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def _signed(word: int) -> int:
 
 
 def key(*parts: int) -> int:
-    """Fold whole numbers into one key; the order matters."""
+    """Hash integers to one key. Their order matters."""
     word = 0
     for part in parts:
         word = (word + _GOLDEN + part) % _WORD
@@ -32,74 +33,110 @@ def key(*parts: int) -> int:
 
 
 def mix(word: Tensor) -> Tensor:
-    """The finaliser of splitmix64, element by element on int64."""
+    """Apply the finalizer of splitmix64 to each element of an int64 tensor."""
     word = (word ^ _shift(word, 30)) * _signed(_FIRST)
     word = (word ^ _shift(word, 27)) * _signed(_SECOND)
     return word ^ _shift(word, 31)
 
 
 def _shift(word: Tensor, places: int) -> Tensor:
-    # torch shifts int64 arithmetically; masking the sign's copies off makes it a logical shift.
+    # torch shifts int64 arithmetically. Masking the copies of the sign bit makes the shift logical.
     return (word >> places) & ((1 << (64 - places)) - 1)
 
 
 def fold_in(words: Tensor, part: int | Tensor) -> Tensor:
-    """New keys from keys (a tensor of them, one a client) and a number, such as a step or a site."""
-    if isinstance(part, Tensor):  # int64 wraps as the hash wants it
+    """Return new keys from keys and a number, such as a step or a site.
+
+    Args:
+        words: Keys, such as one per client.
+        part: Number, or a tensor of numbers that broadcasts with `words`.
+    """
+    if isinstance(part, Tensor):  # int64 overflow wraps, as the hash needs.
         return mix(words + (part + _signed(_GOLDEN)))
     return mix(words + _signed((_GOLDEN + part) % _WORD))
 
 
 def bits(words: Tensor, count: int) -> Tensor:
-    """`count` hashed int64 words for one key (a 0-dimensional tensor)."""
+    """Return `count` hashed int64 words for one key (a 0-dimensional tensor)."""
     return mix(words + torch.arange(1, count + 1, device=words.device) * _signed(_GOLDEN))
 
 
 def uniform(words: Tensor, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
-    """Numbers in [0, 1) for one key. 24 bits of the hash, so that float32 and float64 draw the same."""
+    """Return uniform random numbers in [0, 1) for one key.
+
+    They have 24 bits of the hash, so that float32 and float64 give the same numbers.
+
+    Args:
+        words: () Key.
+        shape: Shape of the result.
+        dtype: Floating-point type of the result.
+    """
     count = 1
     for length in shape:
         count *= length
-    drawn = (_shift(bits(words, count), 40).to(_wide(dtype)) * 2.0**-24).reshape(shape)
-    # Rounded to half precision some would be 1: those become the largest number below it.
+    numbers = (_shift(bits(words, count), 40).to(_wide(dtype)) * 2.0**-24).reshape(shape)
+    # Some numbers would be rounded to 1 in half precision. They become the largest number below 1.
     return (
-        drawn.to(dtype).clamp(max=1 - torch.finfo(dtype).eps / 2)
+        numbers.to(dtype).clamp(max=1 - torch.finfo(dtype).eps / 2)
         if _wide(dtype) != dtype
-        else drawn
+        else numbers
     )
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Half precision cannot hold 24 bits, so it is drawn in float32 and rounded."""
+    """Return the type to draw in. Half precision is drawn in float32, which holds 24 bits."""
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def normal(words: Tensor, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
-    """Standard normal numbers for one key (Box-Muller)."""
+    """Return standard normal random numbers for one key (Box-Muller).
+
+    Args:
+        words: () Key.
+        shape: Shape of the result.
+        dtype: Floating-point type of the result.
+    """
     radius = uniform(fold_in(words, 1), shape, _wide(dtype))
     angle = uniform(fold_in(words, 2), shape, _wide(dtype))
     return (torch.sqrt(-2 * torch.log1p(-radius)) * torch.cos(2 * torch.pi * angle)).to(dtype)
 
 
 def order(word: int, count: int) -> Tensor:
-    """A permutation of `count` for one key."""
+    """Return a random permutation of `count` numbers for one key."""
     return torch.argsort(bits(torch.tensor(word), count), stable=True)
 
 
 def choose(word: int, count: int, among: int) -> list[int]:
-    """`count` different numbers below `among` for one key, ascending, at a cost of `count` (Floyd's sampling)."""
-    chosen: set[int] = set()
+    """Draw different numbers without replacement, in ascending order (Floyd's sampling).
+
+    The cost depends on `count` and not on `among`.
+
+    Args:
+        word: Key.
+        count: How many numbers are drawn.
+        among: Numbers are drawn from 0 to `among` - 1.
+    """
+    selected: set[int] = set()
     for last in range(among - count, among):
-        drawn = key(word, last) % (last + 1)
-        chosen.add(last if drawn in chosen else drawn)
-    return sorted(chosen)
+        candidate = key(word, last) % (last + 1)
+        selected.add(last if candidate in selected else candidate)
+    return sorted(selected)
 
 
 def dirichlet(words: Tensor, count: int, alpha: float) -> Tensor:
-    """One draw of shares from the symmetric Dirichlet distribution, in logarithms, since a small alpha underflows.
+    """Draw shares from the symmetric Dirichlet distribution.
 
-    Gamma variates by Marsaglia and Tsang (2000), all at once, those refused drawn again under the next key; below 1
-    alpha is raised by one and the variate scaled back by u^(1/alpha).
+    Gamma variates are drawn by the method of Marsaglia and Tsang (2000), all at once. Rejected ones
+    are drawn again with the next key. If alpha is below 1, it is increased by one, and the variate
+    is multiplied by u^(1/alpha). Logarithms are used because a small alpha would underflow.
+
+    Args:
+        words: () Key.
+        count: Number of shares.
+        alpha: Concentration. Small values give unequal shares.
+
+    Returns:
+        (count,) Shares that sum to 1.
     """
     shift = alpha + 1 if alpha < 1 else alpha
     d = shift - 1 / 3

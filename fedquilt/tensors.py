@@ -1,8 +1,9 @@
-"""Weights end to end in one vector, so that what is done to all of them is done once.
+"""Weights concatenated into one vector, so that one operation handles all of them.
 
-On a GPU a model's weights are so many small pieces that touching them one by one costs more than the arithmetic. There
-a cut is one gather and a merge one scatter over the vector. Where the entries of a cut stand in it depends on the
-member's shape, worked out once, and on the positions it keeps, which are filled in for each cut.
+On a GPU a model has many small weights, and one kernel launch per weight costs more than the
+arithmetic. With one vector, a cut is one gather and a merge is one scatter. The offsets of a cut's
+entries in the vector depend on two things. The member's shape is handled once, by `Map`. The
+positions that the cut keeps are filled in for each cut, by `Map.fill`.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ import torch
 from torch import Tensor
 
 from fedquilt.axes import Dims, Expr, Positions, axes_in, positions_of, size_of
-from fedquilt.devices import onto
+from fedquilt.hardware.device import to_device_async
 
 Weights = Mapping[str, Tensor]
 
 
 class Flat:
-    """Named weights as one vector; `parts` are views of it."""
+    """Named weights as one vector. `parts` has views of it by name."""
 
     def __init__(self, vector: Tensor, shapes: Mapping[str, torch.Size]) -> None:
         self.vector, self.shapes = vector, dict(shapes)
 
     @staticmethod
     def of(weights: Weights) -> Flat:
-        """Copy some weights."""
+        """Copy weights into one vector."""
         vector = torch.cat([value.reshape(-1) for value in weights.values()])
         return Flat(vector, {name: value.shape for name, value in weights.items()})
 
@@ -41,11 +42,12 @@ class Flat:
         return values[0] if len(values) == 1 else torch.cat(values)
 
     def same(self, vector: Tensor) -> Flat:
-        """Other values for the same names."""
+        """Return another vector with the same names and shapes."""
         return Flat(vector, self.shapes)
 
     @cached_property
     def parts(self) -> dict[str, Tensor]:
+        """Return views of the vector in the shapes of the weights, by name."""
         pieces = self.vector.split_with_sizes([shape.numel() for shape in self.shapes.values()])
         return {
             name: piece.view(self.shapes[name])
@@ -54,16 +56,19 @@ class Flat:
 
     @property
     def starts(self) -> dict[str, int]:
-        """Where each weight begins."""
+        """Return the offset of each weight in the vector."""
         ends = accumulate((shape.numel() for shape in self.shapes.values()), initial=0)
         return dict(zip(self.shapes, ends, strict=False))
 
     def __reduce__(self) -> tuple[type[Flat], tuple[Tensor, dict[str, torch.Size]]]:
-        return Flat, (self.vector, self.shapes)  # the views are made again
+        return Flat, (self.vector, self.shapes)  # Views are not pickled.
 
 
 class Map:
-    """Where the entries of members of one shape stand in the vector of the whole, but for the positions they keep."""
+    """Offsets of a member's entries in the vector of the whole model.
+
+    One map serves all members of the same shape. `fill` adds the positions that a member keeps.
+    """
 
     def __init__(
         self,
@@ -74,25 +79,31 @@ class Map:
         names: Sequence[str],
         device: torch.device,
     ) -> None:
-        """Of the named weights, which begin at `starts`; `kept` are the lengths of the axes that are cut."""
+        """Compute the part of the offsets that does not depend on the kept positions.
+
+        Args:
+            dims: Dimensions of every weight, as expressions of axes.
+            sizes: Full size of every axis.
+            kept: Size of every axis that is cut.
+            starts: Offset of every weight in the vector.
+            names: Weights to include, in order.
+            device: Device of the result.
+        """
         self._sizes, small = sizes, {**sizes, **kept}
-        self._cut: dict[
-            Expr, int
-        ] = {}  # where each dimension's positions begin among all that are filled in
+        # Start of each cut dimension's positions among all positions that `fill` gets.
+        self._cut: dict[Expr, int] = {}
         sources, strides = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)]
         fixed: list[Tensor] = []
         reached: list[list[Tensor]] = []
-        positions, steps = (
-            0,
-            1,
-        )  # the first step is 0, for weights with fewer cut dimensions than others
+        # Step 0 is always zero. Weights with fewer cut dimensions than others use it.
+        positions, steps = 0, 1
         for name in names:
             lengths = [size_of(dim, small) for dim in dims[name]]
-            offset, own, stride = torch.tensor(starts[name], device=device), [], 1
-            for place in reversed(range(len(lengths))):
-                dim, length = dims[name][place], lengths[place]
+            offset, weight_steps, stride = torch.tensor(starts[name], device=device), [], 1
+            for dim_index in reversed(range(len(lengths))):
+                dim, length = dims[name][dim_index], lengths[dim_index]
                 along = torch.arange(length, device=device).view(
-                    [-1] + [1] * (len(lengths) - 1 - place)
+                    [-1] + [1] * (len(lengths) - 1 - dim_index)
                 )
                 if any(axis in kept for axis in axes_in(dim)):
                     if dim not in self._cut:
@@ -100,23 +111,22 @@ class Map:
                         positions += length
                     sources.append(torch.arange(length) + self._cut[dim])
                     strides.append(torch.full((length,), stride))
-                    own.append((steps + along).expand(lengths).reshape(-1))
+                    weight_steps.append((steps + along).expand(lengths).reshape(-1))
                     steps += length
                 else:
                     offset = offset + along * stride
                 stride *= size_of(dim, sizes)
             fixed.append(offset.expand(lengths).reshape(-1))
-            reached.append(own)
+            reached.append(weight_steps)
         self._fixed = torch.cat(fixed)
-        ends = list(accumulate((len(at) for at in fixed), initial=0))
-        self.spans = dict(
-            zip(names, pairwise(ends), strict=True)
-        )  # where each weight's entries are among all
+        ends = list(accumulate((len(offsets) for offsets in fixed), initial=0))
+        # Start and end of each weight's entries in the result of `fill`.
+        self.spans = dict(zip(names, pairwise(ends), strict=True))
         self._reached = [
             torch.cat(
                 [
-                    own[depth] if depth < len(own) else torch.zeros_like(at)
-                    for own, at in zip(reached, fixed, strict=True)
+                    weight_steps[depth] if depth < len(weight_steps) else torch.zeros_like(offsets)
+                    for weight_steps, offsets in zip(reached, fixed, strict=True)
                 ]
             ).int()
             for depth in range(max(map(len, reached)))
@@ -125,12 +135,13 @@ class Map:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of the map's large tensors."""
         return sum(tensor.nbytes for tensor in (self._fixed, *self._reached))
 
     def fill(self, index: Mapping[str, Positions]) -> Tensor:
-        """The places in the vector of all entries of one cut, weight after weight."""
-        kept = torch.cat([positions_of(dim, index, self._sizes).tensor for dim in self._cut])
-        steps = onto(self._fixed.device, kept)[self._sources] * self._strides
+        """Return the offsets in the vector of all entries of one cut, weight after weight."""
+        positions = torch.cat([positions_of(dim, index, self._sizes).tensor for dim in self._cut])
+        steps = to_device_async(self._fixed.device, positions)[self._sources] * self._strides
         places = self._fixed
         for reached in self._reached:
             places = places + steps.index_select(0, reached)

@@ -1,4 +1,4 @@
-"""The nouns: frozen values that the round passes from hand to hand. Nothing here computes."""
+"""The nouns of fedquilt: frozen values that the steps of a round exchange."""
 
 from __future__ import annotations
 
@@ -15,41 +15,46 @@ from fedquilt.errors import BudgetError, FormatError
 from fedquilt.units import how_to_write, quantity
 
 Weights = Mapping[str, Tensor]
-Slots = Mapping[
-    str, Weights
-]  # State by position: "momentum" → one tensor for every trainable weight
-WHOLE = "whole"  # Name of the variant that is the model itself
-_KIND_OF_WHOLE = "width"  # What files have had for the whole model since before there were variants
-Extras = Mapping[
-    str, Tensor
-]  # State of a method that belongs to no position: named tensors of any shape
+# State that belongs to weights: "momentum" → one tensor for every trainable weight.
+Slots = Mapping[str, Weights]
+WHOLE = "whole"  # Name of the variant that is the model itself.
+_KIND_OF_WHOLE = "width"  # Name of that variant in files, for compatibility with older ones.
+# State of a method that does not belong to weights: named tensors of any shape.
+Extras = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Arch:
-    """One member of a family by the width of each axis and its variant. Equal members are trained as one stack."""
+    """A member of a family, given by the width of each axis and its variant.
 
-    widths: tuple[tuple[str, int], ...]
-    variant: str = WHOLE  # Which of the family's weights it has, and how they are run
-    # Parts whose weights it trains; (): all. It receives the other weights, and does not change them.
+    Equal members are trained as one stack.
+    """
+
+    widths: tuple[tuple[str, int], ...]  # Width of each axis, by name
+    variant: str = WHOLE  # Name of the variant: a selection of weights, and how they are run
+    # Parts whose weights it trains. Other weights are received and not changed. (): all parts
     trains: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
+        """Return the width of each axis, by name."""
         return dict(self.widths)
 
 
 @dataclass(frozen=True)
 class Submodel:
-    """Which positions of which axes a client holds; `scope` prefixes the names when one state holds several nets."""
+    """A member of a family, and the positions of the whole model that it has."""
 
-    arch: Arch
-    index: Index = Index()
-    scope: str = ""
+    arch: Arch  # The member
+    index: Index = Index()  # Positions by axis. Axes that are left out have the first positions
+    scope: str = ""  # Prefix of the weights' names, if one state has several nets
 
     @property
     def home(self) -> Index:
-        """The axes that the index leaves out: of these the state under its scope has the member's channels alone."""
+        """Return the positions of the axes that the index leaves out.
+
+        On these axes the state under this scope has only the member's channels.
+        """
         return Index(
             {
                 axis: Positions.prefix(width)
@@ -60,17 +65,20 @@ class Submodel:
 
     @property
     def held(self) -> Index:
-        """The positions on all of the member's axes, whether the index names them or not."""
+        """Return the positions on all axes of the member."""
         home = self.home
         return Index({**home, **self.index}) if home else self.index
 
     def to_dict(self) -> dict[str, Any]:
-        """In values that JSON has."""
+        """Return the sub-model as values that JSON can hold."""
         return {
             "widths": [list(width) for width in self.arch.widths],
             "kind": _KIND_OF_WHOLE if self.arch.variant == WHOLE else self.arch.variant,
             **({"trains": list(self.arch.trains)} if self.arch.trains else {}),
-            "index": {axis: [list(run) for run in kept.runs] for axis, kept in self.index.items()},
+            "index": {
+                axis: [list(run) for run in positions.runs]
+                for axis, positions in self.index.items()
+            },
             "scope": self.scope,
         }
 
@@ -93,7 +101,7 @@ class Submodel:
 
 
 def _check_note(note: object) -> None:
-    """Refuse what is no description of a sub-model, before anything is made from it."""
+    """Refuse a value that does not describe a sub-model."""
     if not isinstance(note, Mapping) or not {"widths", "kind", "index", "scope"} <= note.keys():
         raise FormatError("a sub-model has no widths, kind, index and scope")
     widths, index, trains = note["widths"], note["index"], note.get("trains", [])
@@ -124,27 +132,27 @@ def in_slots(slots: Slots) -> list[Tensor]:
     return [value for values in slots.values() for value in values.values()]
 
 
-Mix = tuple[Submodel, ...]  # nets whose logits are averaged; most methods give a device one
+Submodels = tuple[Submodel, ...]  # Nets whose logits are averaged. Most methods deploy one net.
 
 
 @dataclass(frozen=True, init=False)
 class Budget:
-    """The network that a device can hold: a share of every axis, or bounds on what the network costs.
+    """The size of network that a device can hold: a share of every axis, or bounds on costs.
 
-    Several bounds hold together. `memory` means the memory of what the device is asked to do.
-    A client of a fleet trains, so its bound is on the training step of the method that runs:
-    weights, gradients, optimizer slots and saved activations of a batch, in the precision of the
-    run. In `deploy` and `export` the bound is on inference: float32 weights and the largest
-    activations of one sample.
+    If there are several bounds, all of them apply. The meaning of `memory` depends on the use. A
+    client of a fleet trains, so that its bound is on a training step of the method: weights,
+    gradients, optimizer slots and saved activations of a batch, in the precision of the run. In
+    `deploy` and `export` the bound is on inference: float32 weights and the largest activations of
+    one sample.
 
     Args:
-        share: Part of the channels of every axis, in (0, 1]. At least one channel is always kept, two where the
-            model fails with one.
+        share: Share of the channels of every axis, in (0, 1]. At least one channel is always kept,
+            or two if the model fails with one.
         macs: Multiply-adds of one sample's forward pass.
         params: Number of parameters.
         memory: Bytes, in training or at inference.
 
-    `macs`, `params` and `memory` may be texts with a unit, which become numbers.
+    `macs`, `params` and `memory` may be texts with a unit, which are converted to numbers.
 
     >>> Budget(macs="28M", memory="1.5MB")
     Budget(share=None, macs=28000000.0, params=None, memory=1500000.0)
@@ -175,19 +183,20 @@ class Budget:
         self._check()
 
     def _check(self) -> None:
-        given = self.bounds
-        if not given:
+        bounds = self.bounds
+        if not bounds:
             raise BudgetError(
                 "a budget needs at least one of share=, macs=, params=, memory=; none was given."
             )
-        for name, value in given.items():
-            if not isinstance(value, Real) or not float(value) > 0:
+        for name, value in bounds.items():
+            if not isinstance(value, Real) or isinstance(value, bool) or not float(value) > 0:
                 raise BudgetError(
                     f"a budget of {name}={value!r} was asked for; it must be a number above 0."
                 )
         if self.share is not None and self.share > 1:
             raise BudgetError(
-                f"a share of {self.share} was asked for; shares lie in (0, 1], and 1 is the whole model."
+                f"a share of {self.share} was asked for; shares lie in (0, 1], and 1 is the whole "
+                "model."
             )
 
     def __str__(self) -> str:
@@ -195,27 +204,27 @@ class Budget:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Return the bounds that there are, by name."""
+        """Return the bounds that are set, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def without_memory(self, share: float) -> Budget:
-        """Return the budget with a share in the place of its bound on memory."""
+        """Return the budget with its bound on memory replaced by a share."""
         return replace(self, memory=None, share=share)
 
     def both(self, other: Budget) -> Budget:
-        """What keeps within either: of each bound the tighter one."""
-        found = {
-            name: [value for value in (own, getattr(other, name)) if value]
-            for name, own in vars(self).items()
+        """Return a budget that has the tighter of each bound of two budgets."""
+        values_by_name = {
+            name: [value for value in (own_value, getattr(other, name)) if value]
+            for name, own_value in vars(self).items()
         }
-        return Budget(**{name: min(values) for name, values in found.items() if values})
+        return Budget(**{name: min(values) for name, values in values_by_name.items() if values})
 
 
 def _number(bound: float | str | None, name: str) -> float | None:
     """Return the bound of a budget as a number.
 
     Raises:
-        BudgetError: It is a text without a meaning.
+        BudgetError: It is a text that is not a number with a unit.
     """
     if not isinstance(bound, str):
         return bound
@@ -229,38 +238,36 @@ def _number(bound: float | str | None, name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Client:
-    """A device: what it can hold and how many samples it has. The samples themselves never leave it."""
+    """A device with its budget and number of samples. The samples themselves never leave it."""
 
-    id: int
+    id: int  # Number of the client, from 0
     budget: Budget
-    size: int = 0
-    turn: int = (
-        0  # how many were asked before it, over all rounds: where a cycle that all share stands
-    )
+    size: int = 0  # Number of training samples
+    # Number of clients sampled before this one since round 0. Split-Mix uses it as the position in
+    # a cycle shared by all clients.
+    turn: int = 0
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one client is asked to train in one round; it names positions and owns no tensors."""
+    """A client, the sub-model that it trains, and the round. A job has no tensors."""
 
     client: Client
     submodel: Submodel
-    round: int
+    round: int  # Counted from 0
 
 
 @dataclass(frozen=True)
 class Payload:
-    """What travels. After a lossy link its index is smaller, and nothing else differs."""
+    """Tensors that server and clients send. A lossy link makes the index smaller."""
 
     submodel: Submodel
-    weights: Weights  # by the family's names, without the scope
+    weights: Weights  # By the family's names, without the scope
     slots: Slots = field(default_factory=dict)  # State of the method, cut as the weights are
     extras: Extras = field(default_factory=dict)  # State of the method that is not cut
-    coded_extras: tuple[
-        str, ...
-    ] = ()  # Extras that a link with a codec codes; it sends the others as they are
-    # Weights that a client gets once, such as its private net. They are neither lost nor coded, because a device that
-    # lacks a part of its net cannot begin: it asks until all of them have arrived.
+    coded_extras: tuple[str, ...] = ()  # Extras that a codec codes. Others are sent uncoded
+    # Weights that a client gets once, such as its private net. They are neither lost nor coded. A
+    # device cannot train without them, so that it requests them until all have arrived.
     first: Weights = field(default_factory=dict)
 
     @property
@@ -279,48 +286,56 @@ class Payload:
 
 @dataclass(frozen=True)
 class Update:
-    """What came back from one job."""
+    """Result of one job, as it arrived at the server."""
 
     job: Job
-    sent: tuple[Payload, ...]  # one payload, or none if all of it got lost
-    steps: int  # optimizer steps of the client: of all rounds so far where it counts them, else of this one
-    pace: float = 1.0  # effective local steps (FedNova's a_i)
+    sent: tuple[Payload, ...]  # One payload, or none if all of it got lost
+    steps: int  # Optimizer steps of the client in all rounds if it counts them, else in this round
+    effective_steps: float = 1.0  # Effective number of local steps (FedNova's a_i)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    times: int = 1  # that the client counts in the merge
+    times: int = 1  # Factor of the client's weight in the merge. 1 has no effect
 
     @property
     def extras(self) -> Extras:
-        """Return the whole tensors that arrived from the client."""
+        """Return the extras that arrived from the client."""
         return self.sent[0].extras if self.sent else {}
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What a client keeps between rounds, by global position."""
+class ClientState:
+    """Memory that a client keeps between rounds, by global position."""
 
     submodel: Submodel
     weights: Weights
     slots: Slots = field(default_factory=dict)
-    steps: int = 0  # optimizer steps over all rounds, where the slots or the merge depend on them
-    round: int = -1  # in which it trained last; -1: nobody wrote it down
+    steps: int = 0  # Optimizer steps over all rounds, if the slots or the merge depend on them
+    round: int = -1  # Round in which it trained last, counted from 0. -1: unknown
     extras: Extras = field(default_factory=dict)  # State of the method that is not cut
 
 
 @dataclass(frozen=True)
 class Server:
-    """The whole state of a federation; saving it is a checkpoint."""
+    """The complete state of a federation. A checkpoint stores it."""
 
-    round: int
-    weights: Weights
-    memory: MutableMapping[tuple[int, str], Memory] = field(
-        default_factory=dict
-    )  # by client and scope
-    slots: Slots = field(
-        default_factory=dict
-    )  # of the server's optimizer and of the method, by scope and name
+    round: int  # Number of finished rounds
+    weights: Weights  # By scope and name
+    # Memories of clients, by client and scope
+    memory: MutableMapping[tuple[int, str], ClientState] = field(default_factory=dict)
+    # Slots of the server's optimizer and of the method, by scope and name
+    slots: Slots = field(default_factory=dict)
     extras: Extras = field(default_factory=dict)  # State of the method that is not cut
 
+    @property
+    def scopes(self) -> set[str]:
+        """Return the scopes of all nets in the state. A single net has an empty one."""
+        return {name[: name.rfind("/") + 1] for name in self.weights}
+
     def last(self, client: int) -> int:
-        """The round in which a client trained last, as far as it remembers; else the last one of all."""
-        memory = self.memory.get((client, ""))
-        return memory.round if memory and memory.round >= 0 else max(0, self.round - 1)
+        """Return the round in which a client trained last, from its memories.
+
+        If it has none, the last finished round is returned. A client may have trained nets of
+        several scopes, each with its own memory.
+        """
+        memories = [self.memory.get((client, scope)) for scope in {"", *self.scopes}]
+        latest = max((memory.round for memory in memories if memory), default=-1)
+        return latest if latest >= 0 else max(0, self.round - 1)

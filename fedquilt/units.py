@@ -1,4 +1,4 @@
-"""Numbers with their units, as people write them and read them in tables."""
+"""Numbers with units: reading them from text, and showing them in tables."""
 
 from __future__ import annotations
 
@@ -20,43 +20,46 @@ _QUANTITY = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgt]?i?)(b?)", re.IGNOR
 
 
 def quantity(text: str, name: str) -> float | None:
-    """Return a number that may have a unit, such as 2GB, 512 MiB, 76M or 1.5e6. None: it cannot be read.
+    """Parse a number that may have a unit, such as 2GB, 512 MiB, 76M or 1.5e6.
+
+    The result is None if the text is not such a number.
 
     Args:
         text: The number as it was written.
-        name: Bound of a budget that it is for. Bytes are for `memory`, and a `share` has no unit.
+        name: Bound of a budget that the number is for. Only `memory` may be in bytes, and a `share`
+            has no unit.
     """
-    found = _QUANTITY.fullmatch(text.strip())
-    if not found:
+    match = _QUANTITY.fullmatch(text.strip())
+    if not match:
         return None
-    digits, prefix, byte = found[1], found[2].lower(), found[3]
+    digits, prefix, byte = match[1], match[2].lower(), match[3]
     if prefix not in _FACTORS or (byte and name != "memory") or (prefix and name == "share"):
         return None
     try:
         return float(digits) * _FACTORS[prefix]
-    except ValueError:  # 1.2.3
+    except ValueError:  # Such as 1.2.3
         return None
 
 
 def how_to_write(name: str) -> str:
-    """Return examples of how the bound of a budget is written."""
+    """Return examples of how to write the bound of a budget."""
     return {"share": "0.25", "memory": "2GB, 512MiB or 2e9"}.get(name, "76M, 1.5G or 2e6")
 
 
 def size(count: float) -> str:
-    """Return bytes with a decimal unit and three digits: `4.02 MB`."""
-    value, lead = _scaled(count)
-    return f"{value:.3g} {lead}B"
+    """Return bytes with a decimal unit and three digits, such as `4.02 MB`."""
+    value, prefix = _scaled(count)
+    return f"{value:.3g} {prefix}B"
 
 
 def amount(count: float) -> str:
-    """Return a count with a decimal suffix and three digits: `28M`."""
-    value, lead = _scaled(count)
-    return f"{value:.3g}{lead}"
+    """Return a count with a decimal suffix and three digits, such as `28M`."""
+    value, prefix = _scaled(count)
+    return f"{value:.3g}{prefix}"
 
 
 def sides(size: Sequence[int]) -> str:
-    """Return the size of an image or a volume: `28×28`."""
+    """Return the size of an image or a volume as text, such as `28×28`."""
     return "×".join(map(str, size))
 
 

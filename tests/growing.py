@@ -26,7 +26,9 @@ class Block(nn.Module):
 
 
 class ThreeBlocks(nn.Module):
-    """E_1, E_2 and E_3 with 4, 4 and 6 channels, then the mean over positions and a linear layer: G_3."""
+    """E_1, E_2 and E_3 with 4, 4 and 6 channels, then the mean over positions and a linear layer:
+    G_3.
+    """
 
     stage_ends = ("first", "second", "third")
 

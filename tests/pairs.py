@@ -33,7 +33,8 @@ def perceptrons(brought: bool = False, **hidden: int) -> fq.Family:
     """Return a union of perceptrons: a knowledge net with 3 hidden channels, and private nets.
 
     Args:
-        brought: True: every net is a module that brings its weights. False: weights are drawn from the seed.
+        brought: True: every net is a module that brings its weights. False: weights are drawn from
+            the seed.
         hidden: Hidden channels of each private net by name. Nothing: `PRIVATE`.
     """
     nets = {"knowledge": 3, **(hidden or PRIVATE)}
@@ -69,7 +70,7 @@ def normed_pairs() -> fq.Family:
     )
 
 
-def pair(family: fq.Family, private: str) -> fq.Arch:
+def pair(family: fq.Family, private: str) -> fq.methods.api.Arch:
     """Return the pair of the knowledge net and a private net."""
     return family.at(joined(WHOLE, private)).whole
 

@@ -1,8 +1,7 @@
-"""The command line: `fedquilt run`, `compare`, `reproduce`, `export`, `clients`, `list`, `data`, `probe`, `check` and
-the group `supernet`.
+"""The command line of fedquilt: `COMMANDS` lists all commands.
 
-Exit status: 0 done, 1 the run or a check failed, 2 the request was wrong, 130 interrupted. Nothing
-here imports torch before a request has been understood.
+Exit status: 0 success, 1 a run or a check failed, 2 the request was wrong, 130 interrupted. Nothing
+here imports torch before the arguments are parsed.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import tyro
 
-# Threads that wait for each other by spinning starve whoever else works on the machine, and then themselves: a run of a
-# second took a minute beside another one. It is read when torch is loaded, which happens later.
+# OpenMP threads that wait in a spinning loop take the cores from other processes, and then from
+# each other. Beside another run, a run of one second took a minute. The variable is read when
+# torch is imported, which happens later.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from fedquilt.cli.compare import CompareRequest
@@ -43,6 +43,7 @@ from fedquilt.cli.options import (
     Params,
     Precision,
     Real,
+    Round,
     Shares,
     Target,
     Text,
@@ -64,14 +65,14 @@ from fedquilt.errors import (
     SubmodelError,
     TrainingError,
 )
-from fedquilt.faults import is_out_of_memory, memory_text, user_line
+from fedquilt.errors.faults import is_out_of_memory, memory_text, user_line
 from fedquilt.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from fedquilt.methods import Method
-    from fedquilt.probe import Probe
+    from fedquilt.runs.probe import Probe
     from fedquilt.terms import Budget
 
 
@@ -79,15 +80,15 @@ if TYPE_CHECKING:
 class RunRequest(Options):
     """Train one model on clients that cannot all hold it.
 
-    Without a file and options: HeteroFL on scikit-learn's digits, 20 rounds with 20 clients, of which a third can hold
-    all of the model, a third a half and a third a quarter. With --model or --data the defaults of the method, the fleet
-    and the run apply instead of these.
+    Without a file and options this is a demo: HeteroFL on scikit-learn's digits, 20 rounds with 20
+    clients. A third of the clients can hold the whole model, a third one half and a third one
+    quarter. With --model or --data the defaults of the method, the fleet and the run apply instead
+    of the demo's.
     """
 
-    config: Config = (
-        None  # settings; if not given the demo's, or with --model or --data the method's defaults
-    )
-    method: Text = None  # a name of `fedquilt list methods`, or file.py:factory
+    # file of settings; if not given the demo's, or with --model or --data the method's defaults
+    config: Config = None
+    method: Text = None  # method: a name of `fedquilt list methods`, or file.py:factory
 
     def __call__(self) -> int:
         from fedquilt.cli.show import print_json, progress, say, show_result
@@ -96,45 +97,50 @@ class RunRequest(Options):
         with output(self.json) as (console, stdout), ExitStack() as stack:
             if self.resume:
                 self.check_resume("trust")
-                playing = resumed(self.resume, self.rounds, stack, self.trust)
+                loop = resumed(self.resume, self.rounds, stack, self.trust)
             else:
                 experiment = self.experiment(self.config, self.method)
-                playing = begun(experiment, self.source(self.config, self.method), self.out, stack)
-            playing.check_target(self.target)
-            if playing.run:
-                say(console, "\n".join(playing.first_lines))
-                with progress(console, playing.experiment.rounds) as begin:
-                    playing.play(begin)
-            summary = playing.summary_with(self.target)
+                loop = begun(experiment, self.source(self.config, self.method), self.out, stack)
+            loop.check_target(self.target)
+            if loop.run:
+                say(console, "\n".join(loop.first_lines))
+                with progress(console, loop.experiment.rounds) as begin:
+                    loop.start(begin)
+            summary = loop.summary_with(self.target)
             if self.json:
                 print_json(summary, stdout)
             else:
                 show_result(console, summary)
-            if playing.damage:
-                listed = "\n  ".join(playing.damage)
-                where = f"the run in {playing.rounds} is finished and its summary is intact"
+            if loop.damage:
+                listed = "\n  ".join(loop.damage)
+                state = f"the run in {loop.rounds} is finished and its summary is intact"
                 print(
-                    f"RecordError: {where}, but other files are damaged:\n  {listed}",
+                    f"RecordError: {state}, but other files are damaged:\n  {listed}",
                     file=sys.stderr,
                 )
-        return int(bool(playing.damage))
+        return int(bool(loop.damage))
 
 
 @dataclass(frozen=True)
 class ListRequest(DataOptions):
-    """Show what one can ask for by name; with NAME, the options of one of them and what they mean.
+    """List everything that can be chosen by name. With NAME, list the options of one entry.
 
-    `list data --plot` draws who holds what, for the data and partition asked for.
+    `list data --plot` plots the samples of each client, for the data and partition that are named.
     """
 
-    what: What = "all"  # methods, models, data, partitions, tasks, metrics, fleets, links …; all if not given
-    name: Name = ""  # one of them
-    config: File = None  # for --plot: settings; the demo's if not given
-    plot: Flag = False  # draw who holds what
-    by: By = "class"  # for --plot: what is counted
-    out: File = None  # for --plot: a file such as clients.png or clients.svg, instead of text
-    trust: Flag = False  # for --plot: run the code that --config names if it is a run's, and add it to your list
-    json: Flag = False  # print an object keyed by name
+    # list to show: methods, models, data, partitions, tasks, metrics, fleets, links …; all if not
+    # given
+    what: What = "all"
+    name: Name = ""  # name of one entry, whose options are listed
+    config: File = None  # for --plot: file of settings; the demo's if not given
+    plot: Flag = False  # plot how many samples of each class or domain every client holds
+    by: By = "class"  # for --plot: count samples by class or by domain
+    # for --plot: write a figure to this file, such as clients.png or clients.svg, instead of text
+    out: File = None
+    # for --plot: run code that the settings of a run's folder name, and add it to your list of
+    # trusted code
+    trust: Flag = False
+    json: Flag = False  # print a JSON object keyed by name
 
     def __call__(self) -> None:
         from fedquilt.cli import listing
@@ -148,34 +154,34 @@ class ListRequest(DataOptions):
                 "list was asked for with options for a plot of the data; add --plot to have one."
             )
         kinds = listing.LISTS if self.what == "all" else [self.what]
-        found = {what: listing.entries(what, self.name, with_stages=self.json) for what in kinds}
+        lists = {kind: listing.entries(kind, self.name, with_stages=self.json) for kind in kinds}
         if self.json:
-            print_json(found if self.what == "all" else found[self.what])
+            print_json(lists if self.what == "all" else lists[self.what])
             return
         console = console_for()
-        for place, (what, all_of_it) in enumerate(found.items()):
-            if place:
+        for index, (kind, rows_by_name) in enumerate(lists.items()):
+            if index:
                 say(console, "")
-            show_table(console, what, all_of_it)
+            show_table(console, kind, rows_by_name)
             if self.name:
-                for title, rows in listing.details(what, self.name).items():
+                for title, rows in listing.details(kind, self.name).items():
                     say(console, "")
                     show_table(console, title, rows)
 
     def _plot(self) -> None:
         from fedquilt.cli.show import console_for, print_json, say
-        from fedquilt.config import Experiment, demo, read_settings
         from fedquilt.data.plot import blocks, counts, figure
+        from fedquilt.runs.experiment import Experiment, demo, read_settings
 
         if self.what != "data":
             raise ConfigError(
                 f"list {self.what} --plot was asked for; list data --plot draws who holds what."
             )
-        settings, asked = self.layers(
+        settings, sources = self.layers(
             read_settings(self.config, self.trust) if self.config else demo()
         )
-        experiment = Experiment.of(settings, asked, self.config or "")
-        data, _ = experiment.data.deal(experiment.fleet.clients, experiment.seed)
+        experiment = Experiment.of(settings, sources, self.config or "")
+        data, _ = experiment.data.federate(experiment.fleet.clients, experiment.seed)
         if self.out:
             figure(data, self.out, self.by)
         if self.json:
@@ -189,21 +195,20 @@ class ListRequest(DataOptions):
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """Measure what this device can hold and how fast it trains, and propose a budget for it."""
+    """Measure the memory and training speed of this device, and propose a budget for it."""
 
-    model: Text = (
-        None  # a name of `fedquilt list models`, or file.py:factory; the demo's if not given
-    )
-    data: Text = None  # whose samples it is fed, as for `run`; if not given, those its paper has, or the demo's
-    device: Text = None  # such as cpu or cuda
-    precision: Precision = None  # to train in, as for `run`
-    space: Text = (
-        None  # time the blocks of a search space instead: a name, file.py:Class, or a supernet file
-    )
-    out: File = (
-        None  # for --space: file for the times, which `fedquilt supernet search --table` reads
-    )
-    force: Flag = False  # for --space: write over a file that is there
+    # model: a name of `fedquilt list models`, or file.py:factory; the demo's if not given
+    model: Text = None
+    # data whose samples the model gets, as for `run`; if not given, samples in the shape of its
+    # paper's, or the demo's data
+    data: Text = None
+    device: Text = None  # device to measure, such as cpu or cuda
+    precision: Precision = None  # precision of training, as for `run`
+    # time the blocks of a search space instead: a name, file.py:Class, or a supernet file
+    space: Text = None
+    # for --space: file for the times, which `fedquilt supernet search --table` reads
+    out: File = None
+    force: Flag = False  # for --space: overwrite an existing file
     json: Flag = False  # print the measurements as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
@@ -215,11 +220,11 @@ class ProbeRequest:
             if self.space is not None:
                 self._time_blocks(self.space, console, stdout)
                 return
-            found = self.measure()
+            result = self.measure()
             if self.json:
-                print_json(found.to_dict(), stdout)
+                print_json(result.to_dict(), stdout)
             else:
-                show_probe(console, found)
+                show_probe(console, result)
 
     def _time_blocks(self, space: str, console: Console, stdout: TextIO) -> None:
         """Time the blocks of a search space, and write or print the table."""
@@ -228,7 +233,8 @@ class ProbeRequest:
 
         if self.model is not None or self.precision is not None:
             raise ConfigError(
-                "probe --space was asked for with --model or --precision; only --data and --device fit."
+                "probe --space was asked for with --model or --precision; only --data and --device "
+                "fit."
             )
         if self.out is not None and Path(self.out).exists() and not self.force:
             raise ConfigError(
@@ -243,32 +249,34 @@ class ProbeRequest:
         times = table.milliseconds.values()
         say(
             console,
-            f"{table.space} on {table.machine} ({table.device}, {table.threads} threads): {len(times)} blocks, "
+            f"{table.space} on {table.machine} ({table.device}, {table.threads} threads): "
+            f"{len(times)} blocks, "
             f"{min(times):.3g} to {max(times):.3g} ms for one sample",
         )
         if self.out is not None:
             say(
                 console,
-                f"{self.out} has the times; fedquilt supernet search {space} --milliseconds MS --table {self.out}",
+                f"{self.out} has the times; fedquilt supernet search {space} --milliseconds MS "
+                f"--table {self.out}",
             )
 
     def measure(self) -> Probe:
-        """Trace the model as a run would have it, and train it."""
-        import fedquilt as fq
-        from fedquilt.config import DEMO, Machine, Model, Source, resolved
+        """Trace the model as a run would, train it for a moment, and return the measurements."""
         from fedquilt.data import Pool
-        from fedquilt.devices import device_of
+        from fedquilt.family.family import trace
+        from fedquilt.hardware.device import device_of
         from fedquilt.models import MODELS
-        from fedquilt.probe import probe
+        from fedquilt.runs.experiment import DEMO, Machine, Model, Source, resolved
+        from fedquilt.runs.probe import probe
 
-        asked = {"device": self.device, "precision": self.precision}
-        given = {key: value for key, value in asked.items() if value is not None}
-        machine = resolved(Machine, given, {key: f"--{key}" for key in given})
+        flags = {"device": self.device, "precision": self.precision}
+        settings = {key: value for key, value in flags.items() if value is not None}
+        machine = resolved(Machine, settings, {key: f"--{key}" for key in settings})
         device_of(machine.device)
         name = self.model or DEMO["model"]["name"]
         if name in MODELS and self.data is None:
             spec = MODELS[name]
-            family = fq.trace(spec.factory, spec.example(), fixed=spec.fixed)
+            family = trace(spec.factory, spec.example(), fixed=spec.fixed)
         else:
             data = Source(self.data or DEMO["data"]["name"]).make(Pool)
             family = (Model(self.model) if self.model else Model.usual(data)).trace(data)
@@ -279,11 +287,13 @@ class ProbeRequest:
 class CheckRequest:
     """Check a method as its author would: budgets, engines, links, resume, determinism and export.
 
-    It is trained on a small federation for some seconds. The exit status is 1 if a check failed.
+    The method is trained on a small federation for some seconds. The exit status is 1 if a check
+    failed.
     """
 
-    method: MethodName  # a name of `fedquilt list methods`, or file.py:factory
-    assign: Assignments = ()  # a setting of the method by its path, such as method.shift=2; may be given again
+    method: MethodName  # method: a name of `fedquilt list methods`, or file.py:factory
+    # a setting of the method by its path, such as method.shift=2; may be given again
+    assign: Assignments = ()
     json: Flag = False  # print the findings as JSON on standard output, and nothing else there
 
     def __call__(self) -> int:
@@ -292,15 +302,15 @@ class CheckRequest:
         with output(self.json) as (console, stdout):
             import torch
 
-            from fedquilt.conformance import CHECKS, check_method
+            from fedquilt.conformance.method import CHECKS, check_method
 
             method = self.chosen()
-            torch.set_num_threads(1)  # For so small a net threads would only wait for each other.
+            torch.set_num_threads(1)  # The net is too small for several threads.
             with check_progress(console, len(CHECKS)) as watch:
                 findings = check_method(method, watch=watch)
-            has_failed = any(one.status == "failed" for one in findings)
+            has_failed = any(finding.status == "failed" for finding in findings)
             if self.json:
-                checks = [one.to_dict() for one in findings]
+                checks = [finding.to_dict() for finding in findings]
                 print_json(
                     {"method": self.method, "passed": not has_failed, "checks": checks}, stdout
                 )
@@ -310,82 +320,93 @@ class CheckRequest:
 
     def chosen(self) -> Method:
         """Return the method with its own defaults and the settings that were asked for."""
-        from fedquilt.config import Experiment, defaults, parse_assignment
+        from fedquilt.runs.experiment import Experiment, defaults, parse_assignment
 
-        others = [text for text in self.assign if parse_assignment(text)[0][0] != "method"]
-        if others:
+        foreign = [text for text in self.assign if parse_assignment(text)[0][0] != "method"]
+        if foreign:
             raise ConfigError(
-                f"check {self.method} --set {others[0]} was asked for; methods are checked on a federation of their "
+                f"check {self.method} --set {foreign[0]} was asked for; methods are checked on a "
+                "federation of their "
                 "own, and only settings of the method fit, such as --set method.local.norm=tracked."
             )
-        settings, asked = DataOptions(assign=self.assign).layers(defaults(self.method))
-        return Experiment.of(settings, asked).method
+        settings, sources = DataOptions(assign=self.assign).layers(defaults(self.method))
+        return Experiment.of(settings, sources).method
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """Write the trained model of a run for a device of some size, as ONNX, torch's .pt2 or safetensors.
+    """Export the model of a run for a device of some size, as ONNX, .pt2 or safetensors.
 
-    What was written is read back, fed samples of the test set and compared with torch before it is put in its place.
-    Without a bound it is the whole model. With several shares it is a safetensors file of all of them, which
-    fedquilt.load_model makes a module that changes its size in use.
+    The file is read back and its outputs on test samples are compared with torch's before it gets
+    its name. Without a limit the whole model is exported. With several shares the file is a
+    safetensors file of all of them, from which fedquilt.load_model makes a module that can change
+    its size.
     """
 
-    run: Folder  # its folder: --out of `fedquilt run`
-    out: Target  # the file; its name may say the format
-    share: Shares = ()  # of every layer's channels, in (0, 1]; may be given again
-    params: Params = None  # parameters, at most
-    macs: Macs = None  # multiply-adds a sample, at most
-    memory: Real = None  # bytes to run it on one sample, at most: float32 weights and activations
-    client: Whole = None  # whose, where each has its own (fedbn, local, rafl)
-    norms: Norms = None  # what norms normalise by: post measures over the training data; if not given, what the run has
-    robustness: Real = None  # of dual norms: 0 is the clean net, 1 the noised one
-    format: Format = ""  # if not given, what the file's name ends with
-    force: Flag = False  # write over a file that is there
-    trust: Flag = (
-        False  # run the code that the run's folder names, and add it to your list of trusted code
-    )
+    run: Folder  # folder of the run: --out of `fedquilt run`
+    out: Target  # file to write; the end of its name may give the format
+    share: Shares = ()  # share of every layer's channels, in (0, 1]; may be given again
+    params: Params = None  # limit on parameters
+    macs: Macs = None  # limit on multiply-adds per sample
+    # limit on bytes of inference on one sample: float32 weights and activations
+    memory: Real = None
+    client: Whole = None  # client whose model is written, if each has its own (fedbn, local, rafl)
+    # statistics of norm layers; post measures them over the training data; if not given, those of
+    # the run
+    norms: Norms = None
+    # weight of the noised net in dual norms: 0 is the clean net, 1 the noised one
+    robustness: Real = None
+    # round whose weights are written; best: the best on validation samples; the last one if not
+    # given
+    round: Round = None
+    format: Format = ""  # format of the file; if not given, by the end of its name
+    force: Flag = False  # overwrite an existing file
+    # run the code that the run's folder names, and add it to your list of trusted code
+    trust: Flag = False
     json: Flag = False  # print what was written as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
         from fedquilt.cli.show import print_json, say, show_export
 
         with output(self.json) as (console, stdout):
-            from fedquilt.config import load_run
-            from fedquilt.export import FORMATS, check_place, chosen, export_sizes
+            from fedquilt.deploy.export import FORMATS, check_place, chosen, export_sizes
+            from fedquilt.runs.experiment import load_run
 
             budgets = self._budgets()
             check_place(self.out, self.force)
             kind = chosen(self.out, self.format)
             FORMATS[kind].check()
             run = load_run(self.run, trust=self.trust)
+            if self.round is not None:
+                run = run.at(int(self.round) if self.round.isdecimal() else self.round)
             whose = "" if self.client is None else f", client {self.client}'s"
-            told = ", ".join(map(str, budgets))
+            sizes = ", ".join(map(str, budgets))
+            choice = "the best on validation samples, " if self.round == "best" else ""
             source = (
-                f"{self.run} after round {run.server.round} (checkpoint/{run.server.round:08}.json)"
+                f"{self.run} after round {run.server.round} "
+                f"({choice}checkpoint/{run.server.round:08}.json)"
             )
-            say(console, f"{source}: a model of {told}{whose} as {kind}")
-            asked: dict[str, Any] = {
+            say(console, f"{source}: a model of {sizes}{whose} as {kind}")
+            options: dict[str, Any] = {
                 "client": self.client,
                 "norms": self.norms,
                 "robustness": self.robustness,
             }
-            asked |= {"format": kind, "force": self.force}
+            options |= {"format": kind, "force": self.force}
             several = len(budgets) > 1
-            found = (
-                export_sizes(run, self.out, self.share, **asked)
+            exported = (
+                export_sizes(run, self.out, self.share, **options)
                 if several
-                else [run.export(self.out, budgets[0], **asked)]
+                else [run.export(self.out, budgets[0], **options)]
             )
             if self.json:
-                used = {
-                    "round": run.server.round,
-                    "checkpoint": f"checkpoint/{run.server.round:08}.json",
-                }
-                listed = [{**one.to_dict(), **used} for one in found]
+                listed = [
+                    {**model.to_dict(), "checkpoint": f"checkpoint/{model.round:08}.json"}
+                    for model in exported
+                ]
                 print_json(listed if several else listed[0], stdout)
             else:
-                show_export(console, found)
+                show_export(console, exported)
 
     def _budgets(self) -> list[Budget]:
         from fedquilt.terms import Budget
@@ -394,7 +415,8 @@ class ExportRequest:
         bounded = any(value is not None for value in bounds.values())
         if bounded and len(self.share) > 1:
             raise ConfigError(
-                "several shares and a bound were asked for; a file of several sizes takes shares alone."
+                "several shares and a bound were asked for; a file of several sizes takes shares "
+                "alone."
             )
         shares = self.share or ((None,) if bounded else (1.0,))
         return [Budget(share=share, **bounds) for share in shares]
@@ -402,35 +424,38 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class ClientsRequest:
-    """Print what the clients of a run spent and got: costs of a round, main figure (accuracy …) on each one's own test
-    samples, of a model of its own size and of the whole one, and how much of the model every domain has trained.
+    """Print the costs and results of the clients of a run.
+
+    Costs are those of a round. Results are the main figure (such as accuracy) on each client's own
+    test samples, for a model of its own size and for the whole model. The part of the model that
+    each domain has trained is printed too.
     """
 
-    run: Folder  # its folder: --out of `fedquilt run`
-    trust: Flag = (
-        False  # run the code that the run's folder names, and add it to your list of trusted code
-    )
+    run: Folder  # folder of the run: --out of `fedquilt run`
+    # run the code that the run's folder names, and add it to your list of trusted code
+    trust: Flag = False
     json: Flag = False  # print every client as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
         from fedquilt.cli.show import print_json, show_clients
 
         with output(self.json) as (console, stdout):
-            from fedquilt.config import load_run
+            from fedquilt.runs.experiment import load_run
 
             run = load_run(self.run, trust=self.trust)
             if run.absent:
                 raise ConfigError(
-                    f"the clients of {self.run} were asked for; their data cannot be had: {run.absent}"
+                    f"the clients of {self.run} were asked for; their data cannot be had: "
+                    f"{run.absent}"
                 )
-            found = run.clientwise()
+            per_client = run.per_client()
             if self.json:
-                print_json(found.to_dict(), stdout)
+                print_json(per_client.to_dict(), stdout)
             else:
-                show_clients(console, found)
+                show_clients(console, per_client)
 
 
-# --- the script -------------------------------------------------------------------------------------------------
+# --- the script ---------------------------------------------------------------------------------
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "run": RunRequest,
@@ -444,13 +469,16 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "check": CheckRequest,
     "supernet": SupernetRequest,
 }
-GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
-    "supernet": SUPERNET_COMMANDS
-}  # commands of two words
+# Commands of two words, such as `supernet train`.
+GROUPS: dict[str, dict[str, Callable[..., Any]]] = {"supernet": SUPERNET_COMMANDS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The entry point of the `fedquilt` script."""
+    """Run the `fedquilt` script, and return its exit status.
+
+    Args:
+        argv: Arguments without the name of the program. None: those of the process.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args or os.environ.get("FEDQUILT_DEBUG", "0") not in ("", "0")
     args = [arg for arg in args if arg != "--debug"]
@@ -492,9 +520,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 130
-    except (
-        BrokenPipeError
-    ):  # whoever read our output has seen enough; leave nothing for the last flush to trip over
+    except BrokenPipeError:
+        # The reader of our output has closed it. Redirect it, so that the last flush does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -507,31 +534,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _explain(error: Exception) -> int | None:
-    """Print what an error says and where the user's own code raised it, and return the exit status.
+    """Print an error and return the exit status.
 
-    None: it is neither fedquilt's nor of the user's code, and nothing was printed.
+    If the user's own code raised it, its line is printed too. None: the error comes neither from
+    fedquilt nor from the user's code, and nothing was printed.
     """
     notes = getattr(error, "__notes__", ())
     line = user_line(error)
     if isinstance(error, FedquiltError):
-        told = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
         failed = (TrainingError, SubmodelError, RecordError, ExportError, NotEnoughMemoryError)
         status = 1 if isinstance(error, failed) else 2
     elif is_out_of_memory(error):
-        told, status = f"NotEnoughMemoryError: there was not enough memory. {memory_text(error)}", 1
-    elif isinstance(error, OSError) and error.filename is not None:  # a file that somebody named
-        told, status = f"{error.filename} cannot be used: {error.strerror}.", 2
+        message, status = (
+            f"NotEnoughMemoryError: there was not enough memory. {memory_text(error)}",
+            1,
+        )
+    elif isinstance(error, OSError) and error.filename is not None:  # A file that the user named.
+        message, status = f"{error.filename} cannot be used: {error.strerror}.", 2
     elif line:
-        told, status = f"{type(error).__name__}: {error}", 1
+        message, status = f"{type(error).__name__}: {error}", 1
     else:
         return None
-    where = []
+    hints = []
     if line:
-        where = [
-            *([] if line in told else [f"It was raised in {line}."]),
+        hints = [
+            *([] if line in message else [f"It was raised in {line}."]),
             "--debug shows the whole trace.",
         ]
-    print("\n".join([told, *notes, *where]), file=sys.stderr)
+    print("\n".join([message, *notes, *hints]), file=sys.stderr)
     return status
 
 
@@ -541,12 +572,18 @@ def _first_line(command: Callable[..., Any]) -> str:
 
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM, by which schedulers end jobs, is ctrl-C: it is held back where that is, and leaves a checkpoint too."""
+    """Treat SIGTERM as ctrl-C in the block, so that a run leaves a checkpoint.
+
+    Schedulers end jobs by SIGTERM.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    handler = signal.getsignal(signal.SIGINT)
+    previous = signal.signal(
+        signal.SIGTERM, handler if callable(handler) else signal.default_int_handler
+    )
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)

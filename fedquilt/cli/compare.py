@@ -25,7 +25,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
 
 if TYPE_CHECKING:
-    from fedquilt.config import Settings
+    from fedquilt.runs.experiment import Settings
     from fedquilt.studies.plan import Plan
 
 _GOES_WITH_RESUME = ("jobs", "baseline", "metric", "format", "yes", "trust")
@@ -35,37 +35,39 @@ _GOES_WITH_RESUME = ("jobs", "baseline", "metric", "format", "yes", "trust")
 class CompareRequest(Options):
     """Train several methods on the same data, model and devices, and show them in one table.
 
-    With --seeds every method is trained with every seed, and the table has means and sample deviations. With --grid
-    the settings of each method are tuned first, on samples that every client holds back, and never on the test set.
-    The best ones are then trained with all seeds. With --out each run has a folder of its own inside. The same
-    command again resumes interrupted runs and does not repeat finished ones.
+    With --seeds every method is trained with every seed, and the table has means and sample
+    deviations. With --grid the settings of each method are tuned first, on samples that every
+    client holds back, and never on the test set. The best ones are then trained with all seeds.
+    With --out each run has a folder of its own inside. The same command again resumes interrupted
+    runs and does not repeat finished ones.
     """
 
-    methods: Methods = ()  # names of `fedquilt list methods`, file.py:factory, or TOML files of whole experiments
-    resume: Place = (
-        None  # continue the study in this folder; METHOD… chooses entries, --rounds trains longer
-    )
-    config: File = None  # settings of all methods; if not given the demo's, or with --model or --data the defaults
-    seeds: Seeds = ()  # random seeds that every method is trained with, such as 0 1 2; if not given that of --seed
-    grid: Grid = ()  # values of a setting to try, such as method.local.optimiser.lr=0.01,0.1; may be given again
-    validation: Real = (
-        None  # share of every client's training samples that a grid is tuned on; 0.1 if not given
-    )
+    # names of `fedquilt list methods`, file.py:factory, or TOML files of whole experiments
+    methods: Methods = ()
+    # continue the study in this folder; METHOD… chooses entries, --rounds trains longer
+    resume: Place = None
+    # settings of all methods; if not given the demo's, or with --model or --data the defaults
+    config: File = None
+    # random seeds that every method is trained with, such as 0 1 2; if not given that of --seed
+    seeds: Seeds = ()
+    # values of a setting to try, such as method.local.optimizer.lr=0.01,0.1; may be given again
+    grid: Grid = ()
+    # share of every client's training samples that a grid is tuned on; 0.1 if not given
+    validation: Real = None
     tuning_seeds: Whole = None  # number of the seeds that a grid is tuned with; 1 if not given
     tuning_rounds: Whole = None  # rounds of tuning runs; those of the other runs if not given
     jobs: Whole = None  # runs at the same time, each in a process of its own; 1 if not given
-    baseline: Text = (
-        None  # one of the methods; also show what it took to reach parts of its best figure
-    )
+    # one of the methods: also show the cost of reaching percentages of its best figure
+    baseline: Text = None
     metric: Text = None  # the metric to compare; the task's main one if not given
-    format: TableFormat = "text"  # how the tables are written on standard output
+    format: TableFormat = "text"  # format of the tables on standard output
     yes: Flag = False  # accept more than 1,000 runs
 
     def __call__(self) -> None:
         self.check_target()
         with output(self.json or self.format != "text") as (console, stdout):
             from fedquilt.cli.study import prepared, run_study, show_study
-            from fedquilt.trust import check_study_code
+            from fedquilt.runs.trust import check_study_code
 
             folder = self.resume or self.out
             if self.resume:
@@ -98,14 +100,15 @@ class CompareRequest(Options):
         names = [entry.name for entry in plan.entries]
         if self.baseline is not None and self.baseline not in names:
             raise ConfigError(
-                f"--baseline {self.baseline} was asked for; it is not compared.{nearest(self.baseline, names)}"
+                f"--baseline {self.baseline} was asked for; it is not "
+                f"compared.{nearest(self.baseline, names)}"
             )
         if self.jobs is not None and self.jobs < 1:
             raise ConfigError(f"--jobs {self.jobs} was asked for; at least one is needed.")
 
     def _resumed(self, folder: Path) -> tuple[Plan, dict[str, str]]:
-        """Return the study in a folder, or some of its entries, with more rounds if they are asked for."""
-        from fedquilt.config import assign
+        """Return the study in a folder, or some of its entries, with more rounds on request."""
+        from fedquilt.runs.experiment import assign
         from fedquilt.studies.plan import STUDY_FILE, Plan, find_entry
 
         plan = Plan.read(folder)
@@ -124,15 +127,20 @@ class CompareRequest(Options):
         return part, sources
 
     def _planned(self) -> tuple[Plan, dict[str, str]]:
-        """Return the study that was asked for, with its settings checked, and the source of each entry's settings."""
-        from fedquilt.config import Experiment
+        """Return the study that was asked for, checked, and the source of each entry's settings."""
+        from fedquilt.runs.experiment import Experiment
         from fedquilt.studies.plan import Entry, Plan
         from fedquilt.studies.study import check_comparable
 
-        if not self.methods or len(set(self.methods)) < len(self.methods):
-            listed = " ".join(self.methods) or "nothing"
+        if not self.methods:
             raise ConfigError(
-                f"compare {listed} was asked for; name each method once, as in compare fedavg heterofl."
+                "compare was asked for without methods; name them, as in compare fedavg heterofl."
+            )
+        if len(set(self.methods)) < len(self.methods):
+            listed = " ".join(self.methods)
+            raise ConfigError(
+                f"compare {listed} was asked for; name each method once, as in compare fedavg "
+                "heterofl."
             )
         if self.seeds and self.seed is not None:
             raise ConfigError("--seed and --seeds were asked for; one of them fits.")
@@ -140,7 +148,7 @@ class CompareRequest(Options):
         requests = {name: self._request_of(name, list(named)) for name in named}
         entries = []
         sources = {}
-        problems: dict[str, list[str]] = {}  # names of entries by their common problem
+        problems: dict[str, list[str]] = {}  # Names of entries by their common problem.
         seeds = set()
         for name, method in named.items():
             request, grid = requests[name]
@@ -162,7 +170,8 @@ class CompareRequest(Options):
             )
         if not self.seeds and len(seeds) > 1:
             raise ConfigError(
-                f"compare {' '.join(self.methods)} was asked for; these have the seeds {sorted(seeds)}. Name the seeds "
+                f"compare {' '.join(self.methods)} was asked for; these have the seeds "
+                f"{sorted(seeds)}. Name the seeds "
                 "of all with --seeds."
             )
         tuning: Settings = {} if self.tuning_rounds is None else {"rounds": self.tuning_rounds}
@@ -184,7 +193,7 @@ class CompareRequest(Options):
         self, name: str, names: list[str]
     ) -> tuple[CompareRequest, dict[str, tuple[Any, ...]]]:
         """Return the request with those `--set` that concern one entry, and the entry's grid."""
-        from fedquilt.config import parse_grid
+        from fedquilt.runs.experiment import parse_grid
         from fedquilt.studies.plan import find_entry
 
         assignments = []
@@ -202,13 +211,16 @@ class CompareRequest(Options):
 
 
 def _entry_name(method: str, methods: tuple[str, ...]) -> str:
-    """Return the name of a method in tables. A file has its stem, or its path if another entry has the stem."""
+    """Return the name of a method in tables.
+
+    A file has its stem as name, or its path if another entry has the same stem.
+    """
     if not method.endswith(".toml"):
         return method
     stem = Path(method).stem
-    others = [
-        Path(other).stem if other.endswith(".toml") else other
-        for other in methods
-        if other != method
+    other_names = [
+        Path(other_method).stem if other_method.endswith(".toml") else other_method
+        for other_method in methods
+        if other_method != method
     ]
-    return method if stem in others else stem
+    return method if stem in other_names else stem

@@ -31,15 +31,15 @@ class DataRequest:
     """Download public data sets, check their sums, and write .npz files: `data prepare cifar10`.
 
     Names: cifar10, cifar100, mnist_writers (MNIST by writer), digits5 (MNIST, SVHN, USPS, SYN-like
-    digits and MNIST-M), syn (SYN-like digits alone, drawn without a download). docs/data.md has their
-    sources and terms.
+    digits and MNIST-M), syn (SYN-like digits alone, drawn without a download). docs/data.md has
+    their sources and terms.
     """
 
-    action: Action  # what to do: prepare
+    action: Action  # action: prepare
     names: DataNames = ()  # data sets to prepare
     out: Place = None  # folder for NAME.npz and downloads; else that of FEDQUILT_DATA, else data
     origin: Origin = None  # folder or URL that has the published files; if not given public hosts
-    force: Flag = False  # write over files that are there
+    force: Flag = False  # overwrite existing files
     per_domain: Whole = None  # training images per domain of digits5 and syn, 2,000 if not given
     seed: Whole = None  # random seed for choosing images of digits5 and drawing SYN; 0 if not given
     fonts: Place = None  # folder of fonts for SYN; if not given those of matplotlib and Pillow
@@ -131,5 +131,6 @@ def _show(console: Console, files: list[Prepared]) -> None:
             if not source.is_checked:
                 say(
                     console,
-                    f"{source.path} could not be checked, as no sum is published. Its SHA-256 is {source.sha256}.",
+                    f"{source.path} could not be checked, as no sum is published. Its SHA-256 is "
+                    f"{source.sha256}.",
                 )

@@ -1,4 +1,4 @@
-"""What there is to ask for by name, as `fedquilt list` shows it."""
+"""Lists of everything that can be chosen by name, as `fedquilt list` shows them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
+from fedquilt.config.settings import described, leaves, write
 from fedquilt.errors import ConfigError
 from fedquilt.names import find, is_file, is_in_module, known
-from fedquilt.settings import described, leaves, write
 
 if TYPE_CHECKING:
     from fedquilt.methods import Method
@@ -38,24 +38,26 @@ LISTS = (
 
 
 def entries(what: str, name: str = "", with_stages: bool = False) -> dict[str, Entry]:
-    """Return all entries of one kind by name, or one of them. A paper's name stands for all its tables.
+    """Return all entries of a list by name, or one of them.
+
+    The name of a paper selects all its tables.
 
     Args:
         what: A name of `LISTS`.
         name: Name of one entry, or `file.py:Class` for a method. Empty: all of them.
-        with_stages: One model has its stages too, which takes a while.
+        with_stages: True: the entry of one model has its stages too, which takes a while.
     """
-    about: Callable[[Any], Entry] = _ABOUT.get(what, _plain)
+    describe: Callable[[Any], Entry] = _ABOUT.get(what, _plain)
     if not name:
         kinds = _table(what)
     elif what == "papers":
         kinds = {table: table for table in _tables_named(name)}
     else:
         kinds = {name: _known(what, name)}
-    found = {key: about(kind) for key, kind in kinds.items()}
+    rows = {key: describe(kind) for key, kind in kinds.items()}
     if what == "models" and name and with_stages:
-        found[name]["stages"] = _stages(kinds[name])
-    return found
+        rows[name]["stages"] = _stages(kinds[name])
+    return rows
 
 
 def details(what: str, name: str) -> dict[str, dict[str, Entry]]:
@@ -64,7 +66,7 @@ def details(what: str, name: str) -> dict[str, dict[str, Entry]]:
         return {"option": options(what, name), **_stages(_known(what, name))}
     if what != "papers":
         return {"option": options(what, name)}
-    if _tables_named(name) != (name,):  # It is a paper with all its tables.
+    if _tables_named(name) != (name,):  # The name is that of a paper with several tables.
         return {}
     table = _paper_table(name)
     notes = {
@@ -75,13 +77,13 @@ def details(what: str, name: str) -> dict[str, dict[str, Entry]]:
 
 def options(what: str, name: str) -> dict[str, Entry]:
     """Return the settings of one entry, by name."""
-    from fedquilt.config import Machine, Source
+    from fedquilt.runs.experiment import Machine, Source
 
     kind = _known(what, name)
     if what == "links":
         return leaves(type(kind), kind)
     rows = leaves(kind.factory if what == "models" else Machine if what == "engines" else kind)
-    if what == "data":  # Every data set has it. `list partitions` shows the options of partitions.
+    if what == "data":  # All data sets have this option. `list partitions` has those of partitions.
         rows = {**rows, "validation": leaves(Source)["validation"]}
     if presets := getattr(kind, "presets", None):
         shown = {
@@ -106,28 +108,29 @@ def _own_method(name: str) -> type[Method]:
     kind = find(METHODS, name, "method")
     if not (isinstance(kind, type) and issubclass(kind, Method)):
         raise ConfigError(
-            f"list methods {name} was asked for; that is no class of a method, and has no settings to list. "
+            f"list methods {name} was asked for; that is no class of a method, and has no settings "
+            "to list. "
             "A class derived from fedquilt.methods.Method would work."
         )
     return kind
 
 
 def _table(what: str) -> Mapping[str, Any]:
-    import fedquilt.config  # noqa: F401  # which says what settings are chosen by name
-    from fedquilt.config import AUTO
+    import fedquilt.runs.experiment  # noqa: F401  # which says what settings are chosen by name
     from fedquilt.data import DATA, PARTITIONS
+    from fedquilt.deploy.export import FORMATS
     from fedquilt.engines import ENGINES
-    from fedquilt.export import FORMATS
     from fedquilt.family.norms import NORM_POLICIES
-    from fedquilt.fleets import FLEETS
+    from fedquilt.fleets.budgets import FLEETS
     from fedquilt.methods import METHODS
     from fedquilt.models import MODELS
     from fedquilt.round.link import CODECS, LINKS
     from fedquilt.round.training.objectives import OBJECTIVES
+    from fedquilt.runs.auto import quickest
+    from fedquilt.runs.experiment import AUTO
+    from fedquilt.runs.tracking import TRACKERS
     from fedquilt.studies.papers import presets
     from fedquilt.tasks import METRICS, TASKS
-    from fedquilt.tracking import TRACKERS
-    from fedquilt.trial import quickest
 
     tables: tuple[Mapping[str, Any], ...] = (
         METHODS,
@@ -156,7 +159,7 @@ def _tables_named(name: str) -> tuple[str, ...]:
 
 
 def _paper_table(name: str) -> Entry:
-    """Return a table or figure of a paper: its data, its rows with the paper's numbers, and its scales."""
+    """Return a table or figure of a paper: data, scales, and rows with the paper's numbers."""
     from fedquilt.studies.papers import parsed_preset
 
     preset = parsed_preset(name)
@@ -193,7 +196,7 @@ def _method(kind: type[Method]) -> Entry:
 def _model(spec: ModelSpec) -> Entry:
     import torch
 
-    with torch.device("meta"):  # counted, not allocated
+    with torch.device("meta"):  # Parameters are counted and not allocated.
         parameters = sum(weight.numel() for weight in spec.factory().parameters())
     shape = list(spec.input_shape)
     return {
@@ -210,7 +213,7 @@ def _stages(spec: ModelSpec) -> dict[str, dict[str, Entry]]:
 
     from fedquilt.family.stages import growths_of, stage_sizes
 
-    with torch.device("meta"):  # counted, not allocated
+    with torch.device("meta"):  # Parameters are counted and not allocated.
         model = spec.factory()
     tables: dict[str, dict[str, Entry]] = {}
     for growth in growths_of(model):
@@ -228,7 +231,7 @@ def _stages(spec: ModelSpec) -> dict[str, dict[str, Entry]]:
 
 
 def _engine(kind: Callable[..., Any]) -> Entry:
-    from fedquilt.config import Machine
+    from fedquilt.runs.experiment import Machine
 
     return {"summary": _summary(kind), **described(Machine)}
 
@@ -261,7 +264,7 @@ def _summary(thing: object) -> str:
     return " ".join(paragraph.split())
 
 
-_NOUNS = {"data": "data set", "norms": "norm policy"}  # what one entry of a list is called
+_NOUNS = {"data": "data set", "norms": "norm policy"}  # Noun for one entry of a list.
 _ABOUT: dict[str, Callable[[Any], Entry]] = {
     "methods": _method,
     "models": _model,

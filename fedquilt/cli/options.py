@@ -1,4 +1,4 @@
-"""What commands take: flags, which are shortcuts for settings, and `--set` for all others."""
+"""Options that commands share: flags are shortcuts for settings, and `--set` sets any other."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import tyro
 from fedquilt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedquilt.config import Experiment, Settings
+    from fedquilt.runs.experiment import Experiment, Settings
 
-# The comment behind a field is its help; these show no "default: None" where the comment says more.
+# The comment behind a field is its help. These types hide "default: None", because the comment
+# names the default.
 _quiet = {"help_behavior_hint": ""}
 Text = Annotated[str | None, tyro.conf.arg(metavar="NAME", **_quiet)]
 Whole = Annotated[int | None, tyro.conf.arg(metavar="INT", **_quiet)]
@@ -60,19 +61,22 @@ Format = Annotated[
 ]
 Norms = Annotated[
     str | None,
-    tyro.conf.arg(metavar="batch|tracked|local|post|post-own|post-public|local-all", **_quiet),
+    tyro.conf.arg(
+        metavar="batch|tracked|per_client|post|post-own|post-public|per_client-all", **_quiet
+    ),
 ]
 Params = Annotated[
     float | None, tyro.conf.arg(metavar="FLOAT", aliases=("--max-params",), **_quiet)
 ]
 Macs = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", aliases=("--max-macs",), **_quiet)]
+Round = Annotated[str | None, tyro.conf.arg(metavar="INT|best", **_quiet)]
 Target = Annotated[Path, tyro.conf.arg(metavar="FILE", **_quiet)]
 What = Annotated[
     str, tyro.conf.Positional, tyro.conf.arg(metavar="[methods|models|data|…]", **_quiet)
 ]
 Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]", **_quiet)]
 
-# Flags are shortcuts for settings: `--lr 0.3` is `--set method.local.optimiser.lr=0.3`.
+# Flags are shortcuts for settings: `--lr 0.3` is `--set method.local.optimizer.lr=0.3`.
 FLAGS = {
     "method": "method.name",
     "model": "model.name",
@@ -85,20 +89,20 @@ FLAGS = {
     "seed": "seed",
     "init": "init",
     "clients": "fleet.clients",
-    "cohort": "fleet.sample",
+    "cohort": "fleet.cohort",
     "labels": "data.partition",
     "max_bytes": "data.max_bytes",
-    "lr": "method.local.optimiser.lr",
+    "lr": "method.local.optimizer.lr",
     "batch_size": "method.local.batch_size",
     "epochs": "method.local.epochs",
-    "track": "tracking",
+    "track": "trackers",
     "link": "link.name",
     "supernet": "model.supernet",
 }
 
 
 def refuse_repeated(kind: Callable[..., Any], args: Sequence[str]) -> None:
-    """Refuse a flag that is given again, of which the parser would use the last value only.
+    """Refuse a flag that is given twice, because the parser would use the last value only.
 
     Args:
         kind: Dataclass of a command. Fields that append and switches may be repeated.
@@ -106,36 +110,40 @@ def refuse_repeated(kind: Callable[..., Any], args: Sequence[str]) -> None:
     """
     names = _given_once(kind)
     values: dict[str, str] = {}
-    wrong = []
-    for place, text in enumerate(args):
+    problems = []
+    for index, text in enumerate(args):
         flag, equals, value = text.partition("=")
         name, remedy = names.get(flag.replace("_", "-"), ("", ""))
         if not name:
             continue
         if not equals:
-            value = args[place + 1] if place + 1 < len(args) else ""
+            value = args[index + 1] if index + 1 < len(args) else ""
         if name in values:
-            wrong.append(f"{name} was given as {values[name]} and again as {value}; {remedy}.")
+            problems.append(f"{name} was given as {values[name]} and again as {value}; {remedy}.")
         values[name] = value
-    if wrong:
-        raise ConfigError("\n  ".join(wrong))
+    if problems:
+        raise ConfigError("\n  ".join(problems))
 
 
 def refuse_spaces_in_grid(args: Sequence[str]) -> None:
-    """Refuse `--grid lr=0.1, 0.2`, of which the parser would say only that it does not know 0.2.
+    """Refuse `--grid lr=0.1, 0.2`, for which the parser's error would only say that 0.2 is unknown.
 
     Args:
         args: Arguments behind the name of the command.
     """
-    for flag, text, *more in zip(args, args[1:], args[2:], strict=False):
+    for flag, text, *following in zip(args, args[1:], args[2:], strict=False):
         if flag == "--grid" and text.endswith(","):
             raise ConfigError(
-                f"--grid {text} {more[0]} was asked for; write values without spaces: {text}{more[0]}."
+                f"--grid {text} {following[0]} was asked for; write values without spaces: "
+                f"{text}{following[0]}."
             )
 
 
 def _given_once(kind: Callable[..., Any]) -> dict[str, tuple[str, str]]:
-    """Return the flags that are given once, each with the name that its aliases share and what would work."""
+    """Return the flags that may be given once.
+
+    Each has the name that its aliases share, and a text on what to do instead of repeating it.
+    """
     names: dict[str, tuple[str, str]] = {}
     for field, hint in get_type_hints(kind, include_extras=True).items():
         value_type, *marks = get_args(hint)
@@ -156,26 +164,35 @@ def _given_once(kind: Callable[..., Any]) -> dict[str, tuple[str, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """What decides who holds what."""
+    """Options for the data and its partition among clients."""
 
-    data: Text = (
-        None  # a name of `fedquilt list data`, a file or folder, hub:owner/name, or file.py:factory
-    )
-    clients: Whole = None  # how many; as many as the data has of its own, else 20, if not given
-    labels: Whole = None  # classes a client holds
-    max_bytes: Whole = None  # bytes that files of data or weights may take in memory; half of what is free if not given
+    # data: a name of `fedquilt list data`, a file or folder, hub:owner/name, or file.py:factory
+    data: Text = None
+    # number of clients; if not given as many as the data has of its own, else 20
+    clients: Whole = None
+    labels: Whole = None  # number of classes that each client holds
+    # limit on the memory of data files and weights in bytes; half of the free memory if not given
+    max_bytes: Whole = None
     seed: Whole = None  # random seed; if not given, that of the settings file, else 0
     assign: Assignments = ()  # any setting by its path, such as method.shift=2; may be given again
 
     def layers(self, base: Settings, method: str | None = None) -> tuple[Settings, dict[str, str]]:
-        """The settings with the flags on top, and which flag set what."""
-        from fedquilt.config import assign_all, parse_assignment
+        """Lay the flags over settings.
 
-        given = {flag: getattr(self, flag, None) for flag in FLAGS} | {"method": method}
-        asked: dict[str, str] = {}
+        Args:
+            base: Settings below the flags.
+            method: Name of the method. None: that of `base`.
+
+        Returns:
+            The settings, and the flag that set each path.
+        """
+        from fedquilt.runs.experiment import assign_all, parse_assignment
+
+        values = {flag: getattr(self, flag, None) for flag in FLAGS} | {"method": method}
+        sources: dict[str, str] = {}
         layers: list[tuple[list[str], Any]] = []
-        wrong = []
-        for flag, value in given.items():
+        problems = []
+        for flag, value in values.items():
             if value is None or value == ():
                 continue
             path = FLAGS[flag]
@@ -186,75 +203,80 @@ class DataOptions:
             elif flag == "model":
                 path, value = "model", list(value)
             layers.append((path.split("."), value))
-            asked[path] = f"--{flag.replace('_', '-')}"
-        flags = dict(asked)
+            sources[path] = f"--{flag.replace('_', '-')}"
+        flags = dict(sources)
         for text in self.assign:
             try:
                 keys, value = parse_assignment(text)
             except ConfigError as error:
-                wrong.append(str(error))
+                problems.append(str(error))
                 continue
             path = ".".join(keys)
-            for one, flag in flags.items():
-                if f"{one}.".startswith(f"{path}.") or path == f"{one}.name":
-                    wrong.append(
-                        f"--set {text} was asked for together with {flag}, which sets {one}. One of them fits."
+            for flag_path, flag in flags.items():
+                if f"{flag_path}.".startswith(f"{path}.") or path == f"{flag_path}.name":
+                    problems.append(
+                        f"--set {text} was asked for together with {flag}, which sets "
+                        f"{flag_path}. One of them fits."
                     )
             layers.append((keys, value))
-            asked[path] = "--set"
-        if wrong:
-            raise ConfigError("\n  ".join(wrong))
-        return assign_all(base, layers), asked
+            sources[path] = "--set"
+        if problems:
+            raise ConfigError("\n  ".join(problems))
+        return assign_all(base, layers), sources
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(DataOptions):
-    """What `run` and `compare` have in common."""
+    """Options that `run` and `compare` have in common."""
 
-    model: Models = ()  # a name of `fedquilt list models`, or file.py:factory; several are nets of one federation
-    task: Text = None  # a name of `fedquilt list tasks`, or file.py:Class; if not given what fits targets and model
-    engine: Text = None  # a name of `fedquilt list engines`
-    rounds: Whole = None  # how many are played
-    cohort: Number = None  # clients that take part in a round: a number, or below 1 a part of all
-    device: Text = None  # such as cpu, cuda or cuda:1
-    precision: Precision = None  # of products on the device; fp64 is that of everything
-    link: Text = None  # a name of `fedquilt list links`: what is lost or coded on the way
-    lr: Real = None  # local learning rate
-    batch_size: Whole = None  # local batch size
-    epochs: Whole = None  # local epochs a round
+    # model: a name of `fedquilt list models`, or file.py:factory; several are nets of one
+    # federation
+    model: Models = ()
+    # task: a name of `fedquilt list tasks`, or file.py:Class; if not given, by targets and model
+    task: Text = None
+    engine: Text = None  # engine that trains the clients: a name of `fedquilt list engines`
+    rounds: Whole = None  # number of rounds
+    cohort: Number = None  # clients that take part in a round: a number, or below 1 a share of all
+    device: Text = None  # device to train on, such as cpu, cuda or cuda:1
+    # precision of matrix products on the device; with fp64 everything is computed in it
+    precision: Precision = None
+    # losses and compression of the transfers: a name of `fedquilt list links`
+    link: Text = None
+    lr: Real = None  # learning rate of local training
+    batch_size: Whole = None  # batch size of local training
+    epochs: Whole = None  # epochs of local training per round
     init: File = None  # weights to start from: a safetensors file, or a run's folder
-    supernet: File = (
-        None  # supernet file: nets are searched for the fleet, and start from its weights (RaFL)
-    )
+    # supernet file: nets are searched for the fleet, and start from its weights (RaFL)
+    supernet: File = None
     out: Place = None  # write the run's records and checkpoints into this folder
-    track: Names = ()  # show its numbers in tensorboard, wandb or mlflow as well; may be given again
-    target: Real = (
-        None  # an accuracy, as 0.6, or the task's main figure: also tell what it took to reach it
-    )
-    resume: Place = None  # go on with the run in this folder; only --rounds, --target, --trust and --json go with it
-    trust: Flag = (
-        False  # run the code that a run's folder names, and add it to your list of trusted code
-    )
+    # tracker that receives the run's numbers: tensorboard, wandb or mlflow; may be given again
+    track: Names = ()
+    # value of the task's main figure, such as an accuracy of 0.6: also show the cost of reaching it
+    target: Real = None
+    # resume the run in this folder; only --rounds, --target, --trust and --json go with it
+    resume: Place = None
+    # run the code that a run's folder names, and add it to your list of trusted code
+    trust: Flag = False
     json: Flag = False  # print the result as JSON on standard output, and nothing else there
 
     def experiment(self, config: str | None, method: str | None) -> Experiment:
         """Return the experiment that a file and the flags ask for."""
-        from fedquilt.config import Experiment
+        from fedquilt.runs.experiment import Experiment
 
-        settings, asked = self.settings(config, method)
-        return Experiment.of(settings, asked, config or "")
+        settings, sources = self.settings(config, method)
+        return Experiment.of(settings, sources, config or "")
 
     def settings(
         self, config: str | None, method: str | None, together: Sequence[str] = ()
     ) -> tuple[Settings, dict[str, str]]:
-        """Return the settings of a file with the flags over them, and which flag set what.
+        """Return the settings of a file with the flags over them, and the flag that set each path.
 
         Args:
             config: Path of a file. None: the demo's settings or the defaults.
             method: Name of the method. None: the file's, or the demo's.
             together: Names of methods that it is compared with on the same data.
         """
-        from fedquilt.config import DEMO, defaults, demo, read_settings
+        from fedquilt.runs.experiment import DEMO, defaults, demo, read_settings
 
         name = method or DEMO["method"]["name"]
         if config:
@@ -269,13 +291,14 @@ class Options(DataOptions):
 
     def _with_supernet(self, base: Settings, method: str | None) -> Settings:
         """Return settings with the model that --supernet needs, and with RaFL's setting (c)."""
-        from fedquilt.config import SEARCHED, assign_all, trains_pairs
+        from fedquilt.runs.experiment import SEARCHED, assign_all, trains_pairs
 
         if self.supernet is None:
             return base
         if self.model:
             raise ConfigError(
-                f"--supernet {self.supernet} was asked for together with --model {' '.join(self.model)}; nets that "
+                f"--supernet {self.supernet} was asked for together with --model "
+                f"{' '.join(self.model)}; nets that "
                 "start from a supernet are searched in its space. One of them fits."
             )
         layers: list[tuple[list[str], Any]] = [(["model", "name"], SEARCHED)]
@@ -289,36 +312,43 @@ class Options(DataOptions):
         return assign_all(base, layers)
 
     def source(self, config: str | None, method: str | None) -> str:
-        """Return where the settings come from, as the first line of a run names it: a file, the demo or defaults."""
-        from fedquilt.config import DEMO, is_made_by_function
+        """Return the source of the settings for a run's first line: a file, demo or defaults."""
+        from fedquilt.runs.experiment import DEMO, is_made_by_function
 
         if config:
             return config
         name, preset = method or DEMO["method"]["name"], self._preset()
-        own = f"{name}'s preset {preset}" if preset else f"{name}'s defaults"
+        method_source = f"{name}'s preset {preset}" if preset else f"{name}'s defaults"
         data = self._demo_data()
         if self._names_model_or_data() and not data:
-            return own
+            return method_source
         demo = f"demo of {data}" if data else "demo"
-        return f"{demo}, {own}" if preset or is_made_by_function(name) else demo
+        return f"{demo}, {method_source}" if preset or is_made_by_function(name) else demo
 
     def _names_model_or_data(self) -> bool:
-        """Return True if a flag or `--set` names the model or the data, to which the demo's federation belongs."""
+        """Return True if a flag or `--set` names the model or the data.
+
+        The demo's federation is then not used, because it belongs to the demo's model and data.
+        """
         paths = {text.partition("=")[0].strip() for text in self.assign}
         return bool(self.model or self.data or paths & {"model", "model.name", "data", "data.name"})
 
     def _demo_data(self) -> str:
-        """Return the bundled data that was named, without a model, and has a demo of its own; else an empty string.
+        """Return the bundled data set that was named if it has a demo of its own. Empty: none.
 
-        The data of the demo without arguments is not among them: by its name one asks for a method's defaults.
+        No model may be named beside it. The data of the demo without arguments is excluded, because
+        naming it asks for the method's defaults.
         """
-        from fedquilt.config import DEMO, DEMOS
+        from fedquilt.runs.experiment import DEMO, DEMOS
 
         has_demo = self.data in DEMOS and self.data != DEMO["data"]["name"]
         return self.data if self.data and has_demo and not self._names_model() else ""
 
     def _names_model(self) -> bool:
-        """Return True if a flag names the model, or `--set` one of its options. Else the data decides it."""
+        """Return True if a flag names the model, or `--set` one of its options.
+
+        If not, the data decides the model.
+        """
         paths = [text.partition("=")[0].strip() for text in self.assign]
         return bool(self.model) or any(path.split(".")[0] == "model" for path in paths)
 
@@ -332,27 +362,32 @@ class Options(DataOptions):
         return preset
 
     def check_target(self) -> None:
-        """Refuse what is no number, before anything heavy. What the task's main figure can be is known later."""
-        from fedquilt.milestones import check_target
+        """Refuse a target that is not a number, before anything is loaded.
+
+        The range of the task's main figure is checked later, when the task is known.
+        """
+        from fedquilt.runs.milestones import check_target
 
         if self.target is not None:
             check_target(self.target)
 
     def check_resume(self, *others: str) -> None:
-        """Refuse flags beside --resume, because a run goes on with its own settings.
+        """Refuse flags beside --resume, because a resumed run has its own settings.
 
         Args:
-            others: Fields of a command that go with --resume besides those that all commands have.
+            others: Fields of a command that are accepted with --resume, besides those of all
+                commands.
         """
         beside = [
-            f"--{'set' if one.name == 'assign' else one.name.replace('_', '-')}"
-            for one in fields(self)
-            if one.name not in ("resume", "rounds", "target", "json", "methods", *others)
-            and getattr(self, one.name) != one.default
+            f"--{'set' if option.name == 'assign' else option.name.replace('_', '-')}"
+            for option in fields(self)
+            if option.name not in ("resume", "rounds", "target", "json", "methods", *others)
+            and getattr(self, option.name) != option.default
         ]
         if beside:
             fitting = ", ".join(f"--{name.replace('_', '-')}" for name in ("target", *others))
             raise ConfigError(
-                f"--resume {self.resume} was asked for together with {', '.join(beside)}; a run goes on with its own "
+                f"--resume {self.resume} was asked for together with {', '.join(beside)}; a run "
+                "goes on with its own "
                 f"settings, and only --rounds (to train longer), {fitting} and --json go with it."
             )

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def output(for_programs: bool) -> Iterator[tuple[Console, TextIO]]:
-    """Yield the console for text, and the stream for what other programs read.
+    """Yield the console for text, and the stream for results that other programs read.
 
     Args:
-        for_programs: True: standard output is for one result alone. Text, and what a user's module
-            prints, goes to standard error.
+        for_programs: True: standard output is for one result alone. Text, and the output of a
+            user's module, goes to standard error.
     """
     from fedquilt.cli.show import console_for
 

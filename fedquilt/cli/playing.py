@@ -1,4 +1,4 @@
-"""A run between the request and its end: with a folder or without, begun or gone on with, finished or interrupted."""
+"""The life of a run on the command line: begin or resume it, train, and report its end."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedquilt.errors import ConfigError, RecordError
-from fedquilt.summaries import in_percent, main_of, prefers_higher
+from fedquilt.runs.summaries import in_percent, main_of, prefers_higher
 
 if TYPE_CHECKING:
     from fedquilt.cli.show import Begin
-    from fedquilt.config import Experiment
-    from fedquilt.experiment import Run
-    from fedquilt.milestones import Milestone
-    from fedquilt.records import Folder
+    from fedquilt.runs.experiment import Experiment
+    from fedquilt.runs.folder import Folder
+    from fedquilt.runs.milestones import Milestone
+    from fedquilt.runs.run import Run
 
 
 MAX_SHOWN_SHARES = 8
+# Keys of a summary that are shown.
 _SHOWN = (
     "rounds",
     "members",
@@ -30,38 +31,45 @@ _SHOWN = (
     "seconds",
     "bytes_down",
     "bytes_up",
-)  # of a summary
+)
 
 
 class Interrupted(KeyboardInterrupt):
-    """Interruption of a run. Its message has the rounds that are done, and the command that resumes it."""
+    """Interruption of a run.
+
+    Its message has the number of finished rounds, and the command that resumes the run.
+    """
 
 
 @dataclass(frozen=True)
-class Playing:
-    """A run that is ready to go on, or the summary of one that is finished."""
+class RunLoop:
+    """A run that is ready to begin or resume, or the summary of a finished run."""
 
     experiment: Experiment
     run: Run | None = None
     folder: Folder | None = None
     finished: dict[str, Any] | None = None
-    rounds: Path | None = None  # the folder that has its rounds, of one that is finished
-    damage: tuple[str, ...] = ()  # what is wrong with files of a run that is finished
-    source: str = ""  # Where the settings come from: a file, the demo or defaults.
+    rounds: Path | None = None  # Folder with the rounds of a finished run.
+    damage: tuple[str, ...] = ()  # Problems of the files of a finished run.
+    source: str = ""  # Source of the settings: a file, the demo or defaults.
 
     @property
     def first_lines(self) -> list[str]:
-        """Return the settings that matter most, and what is trained on what."""
+        """Return lines with the most important settings, the method, the data and the model."""
         assert self.run is not None
         values = values_of(self.experiment, self.run, self.experiment.seed)
         title = title_of(self.experiment.names["method"], self.experiment, self.run)
         return [*settings_lines([("", self.source, values)]), title]
 
-    def play(self, begin: Begin) -> None:
-        """Train to the end, with the records on disk as soon as a round is over."""
-        from fedquilt.loop import complete
+    def start(self, begin: Begin) -> None:
+        """Train to the end. Records are on disk as soon as a round is over.
+
+        Args:
+            begin: Starts the display of progress.
+        """
+        from fedquilt.config.settings import write
         from fedquilt.round.labels import labels_by_share
-        from fedquilt.settings import write
+        from fedquilt.runs.loop import complete
 
         run, folder = self.run, self.folder
         assert run is not None
@@ -76,7 +84,7 @@ class Playing:
                 self.experiment.rounds,
                 folder=folder,
                 path=folder.path if folder else None,
-                trackers=self.experiment.tracking,
+                trackers=self.experiment.trackers,
                 settings=write(self.experiment),
                 watch=begin(run.server.round, labels, run.world.task.main.is_rate, status),
                 names=self.experiment.names,
@@ -91,7 +99,10 @@ class Playing:
         )
         if self.folder is None:
             return f"{far} Nothing of it is kept; with --out DIR it could be resumed."
-        return f"{far} Go on with: {shlex.join(['fedquilt', 'run', '--resume', str(self.folder.path)])}"
+        return (
+            f"{far} Go on with: "
+            f"{shlex.join(['fedquilt', 'run', '--resume', str(self.folder.path)])}"
+        )
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -103,7 +114,7 @@ class Playing:
 
     def check_target(self, target: float | None) -> None:
         """Refuse a target that the task's main figure cannot have."""
-        from fedquilt.milestones import check_target
+        from fedquilt.runs.milestones import check_target
 
         if target is None:
             return
@@ -114,11 +125,15 @@ class Playing:
             check_target(target, main_of(self.summary), in_percent(self.summary))
 
     def summary_with(self, target: float | None) -> dict[str, Any]:
-        """Return the summary, with a target also when each share first reached it."""
+        """Return the summary. With a target it also has the round in which each share reached it.
+
+        Args:
+            target: Value of the main figure. None: nothing is added.
+        """
         if target is None:
             return self.summary
-        from fedquilt.milestones import milestones
-        from fedquilt.records import read
+        from fedquilt.runs.folder import read
+        from fedquilt.runs.milestones import milestones
 
         records = self.run.records if self.run else read(self.rounds) if self.rounds else []
         by_share = milestones(records, target, main_of(self.summary), prefers_higher(self.summary))
@@ -127,13 +142,13 @@ class Playing:
 
 
 def _plain(milestone: Milestone) -> dict[str, Any]:
-    """Return a milestone as the command's JSON has it. Multiply-adds are in tables of studies."""
+    """Return a milestone for the JSON output, without multiply-adds, which only studies show."""
     values = asdict(milestone)
     del values["macs"]
     return values
 
 
-def begun(experiment: Experiment, source: str, out: Path | None, stack: ExitStack) -> Playing:
+def begun(experiment: Experiment, source: str, out: Path | None, stack: ExitStack) -> RunLoop:
     """Return a new run.
 
     Args:
@@ -142,16 +157,16 @@ def begun(experiment: Experiment, source: str, out: Path | None, stack: ExitStac
         out: Folder of the run. None: nothing is kept.
         stack: Closes the folder.
     """
-    from fedquilt.records import Folder
+    from fedquilt.runs.folder import Folder
 
     refuse_taken(out)
     ground = experiment.ground()
     run = experiment.prepare(ground)
     settled = experiment.settled(run, ground)
     if out is None:
-        return Playing(settled, run, source=source)
+        return RunLoop(settled, run, source=source)
     folder = stack.enter_context(Folder.create(out, settled.to_toml(), settled.checkpoint))
-    return Playing(settled, run, folder, source=source)
+    return RunLoop(settled, run, folder, source=source)
 
 
 def values_of(experiment: Experiment, run: Run, seed: int | None) -> str:
@@ -162,26 +177,31 @@ def values_of(experiment: Experiment, run: Run, seed: int | None) -> str:
         run: The prepared run.
         seed: Random seed. None: there are several, which another line shows.
     """
+    from fedquilt.config.settings import label
     from fedquilt.round.training.optimizers import SGD
     from fedquilt.round.training.schedules import Constant
-    from fedquilt.settings import label
     from fedquilt.terms import Budget
 
     local, fleet, rounds = run.method.local, run.fleet, experiment.rounds
-    optimiser = "" if isinstance(local.optimiser, SGD) else f"{label(type(local.optimiser))}, "
-    schedule = "" if isinstance(local.schedule, Constant) else f" ({label(type(local.schedule))})"
+    optimizer = "" if isinstance(local.optimizer, SGD) else f"{label(type(local.optimizer))}, "
+    schedules = [] if isinstance(local.schedule, Constant) else [label(type(local.schedule))]
+    schedules += [] if local.within_round.is_constant else [f"within a round {local.within_round}"]
+    schedule = f" ({'; '.join(schedules)})" if schedules else ""
     shares = [
-        f"{one.share:g}" for one in fleet.kinds if one.share and one == Budget(share=one.share)
+        f"{budget.share:g}"
+        for budget in fleet.kinds
+        if budget.share and budget == Budget(share=budget.share)
     ]
     if len(shares) < len(fleet.kinds) or len(shares) > MAX_SHOWN_SHARES:
         budgets = f"{len(fleet.kinds)} kinds of budgets"
     else:
         budgets = f"share{'s'[: len(shares) != 1]} {', '.join(shares)}"
-    last = "" if seed is None else f", seed {seed}"
+    seed_text = "" if seed is None else f", seed {seed}"
     return (
-        f"{optimiser}lr {local.optimiser.lr:g}{schedule}, {local.epochs} epoch{'s'[: local.epochs != 1]}, "
-        f"batch {local.batch_size}, {fleet.sample} of {fleet.num_clients} clients, {budgets}, "
-        f"{rounds} round{'s'[: rounds != 1]}{last}"
+        f"{optimizer}lr {local.optimizer.lr:g}{schedule}, {local.epochs} "
+        f"epoch{'s'[: local.epochs != 1]}, "
+        f"batch {local.batch_size}, {fleet.cohort} of {fleet.num_clients} clients, {budgets}, "
+        f"{rounds} round{'s'[: rounds != 1]}{seed_text}"
     )
 
 
@@ -194,23 +214,23 @@ def title_of(methods: str, experiment: Experiment, run: Run) -> str:
         run: The prepared run of that one.
     """
     from fedquilt.engines import ENGINES
-    from fedquilt.records import registered
+    from fedquilt.names import registered
     from fedquilt.round.link import PERFECT
 
     names, fleet = experiment.names, run.fleet
     model = names["model"] if experiment.model else run.summary["model"]
-    over = f"; {run.link}" if run.link != PERFECT else ""
+    link_text = f"; {run.link}" if run.link != PERFECT else ""
     return (
-        f"{methods} on {names['data']}: {model} for {fleet.num_clients} clients, {fleet.sample} a "
-        f"round, {registered(ENGINES, run.engine)} on {experiment.engine.device}{over}"
+        f"{methods} on {names['data']}: {model} for {fleet.num_clients} clients, {fleet.cohort} a "
+        f"round, {registered(ENGINES, run.engine)} on {experiment.engine.device}{link_text}"
     )
 
 
 def settings_lines(runs: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Return the first lines of runs: one for all of them, or one for each group whose settings differ.
+    """Return the first lines of runs, one for each group of runs with equal settings.
 
     Args:
-        runs: Name, source of the settings, and the settings that matter most of each.
+        runs: Name, source of the settings, and most important settings of each run.
     """
     groups: dict[str, list[tuple[str, str]]] = {}
     for name, source, values in runs:
@@ -225,47 +245,46 @@ def settings_lines(runs: Sequence[tuple[str, str, str]]) -> list[str]:
 
 def refuse_taken(out: Path | None) -> None:
     """Refuse a folder that holds a run, before anything is loaded."""
-    from fedquilt.records import holds_a_run
+    from fedquilt.runs.folder import holds_a_run
 
     if out and holds_a_run(out):
         raise ConfigError(
-            f"--out {out} was asked for; a run is there already. --resume it, or name another folder."
+            f"--out {out} was asked for; a run is there already. --resume it, or name another "
+            "folder."
         )
 
 
-def resumed(path: Path, rounds: int | None, stack: ExitStack, trust: bool = False) -> Playing:
+def resumed(path: Path, rounds: int | None, stack: ExitStack, trust: bool = False) -> RunLoop:
     """Return a run that resumes from its folder.
 
     Args:
         path: Folder of the run.
         rounds: Number of rounds in all. None: that of its settings.
         stack: Closes the folder.
-        trust: True: run code that the folder names. False: refuse what is not in the user's list.
+        trust: True: run code that the folder names. False: refuse code that is not in the list.
     """
-    from fedquilt.config import Experiment, read_settings
-    from fedquilt.files import write_text
-    from fedquilt.records import Folder, check_folder, damage_of
+    from fedquilt.runs.experiment import Experiment, read_settings
+    from fedquilt.runs.folder import Folder, check_folder, damage_of
+    from fedquilt.storage.files import write_text
 
     check_folder(path)
     config = path / "config.toml"
     if not config.exists():
-        found = "there is no run in it" if path.is_dir() else "there is no such folder"
-        raise ConfigError(f"--resume {path} was asked for; {found}.")
-    settings = read_settings(config, trust, recorded=True)
-    if "python" in settings:
-        raise ConfigError(
-            f"--resume {path} was asked for; that run was begun by a script, which alone can go on with it: "
-            f"fedquilt.run(…, out={str(path)!r}, resume=True)."
-        )
+        reason = "there is no run in it" if path.is_dir() else "there is no such folder"
+        raise ConfigError(f"--resume {path} was asked for; {reason}.")
+    settings = read_settings(config, trust, recorded=True, asked=f"--resume {path} was asked for")
     experiment = Experiment.of(settings, file=str(config))
     if rounds is not None:
         experiment = replace(experiment, rounds=rounds)
     finished = _summary_of(path)
     if finished and experiment.rounds <= finished["rounds"]:
-        if rounds is not None and rounds < finished["rounds"]:  # what was learnt is not unlearnt
-            behind = f"the run in {path} has {finished['rounds']} behind it, and this is what they came to."
-            print(f"--rounds {rounds} was asked for; {behind}", file=sys.stderr)
-        return Playing(experiment, finished=finished, rounds=path, damage=tuple(damage_of(path)))
+        if rounds is not None and rounds < finished["rounds"]:  # Training cannot be undone.
+            state = (
+                f"the run in {path} has {finished['rounds']} behind it, and this is what they "
+                "came to."
+            )
+            print(f"--rounds {rounds} was asked for; {state}", file=sys.stderr)
+        return RunLoop(experiment, finished=finished, rounds=path, damage=tuple(damage_of(path)))
     folder = stack.enter_context(Folder.resume(path, experiment.checkpoint))
     run = experiment.prepare()
     if (done := folder.load(run)) > experiment.rounds:
@@ -274,21 +293,22 @@ def resumed(path: Path, rounds: int | None, stack: ExitStack, trust: bool = Fals
         )
     if rounds is not None:
         write_text(config, experiment.to_toml())
-    return Playing(experiment, run, folder, source=str(config))
+    return RunLoop(experiment, run, folder, source=str(config))
 
 
 def _summary_of(path: Path) -> dict[str, Any] | None:
     """Return the summary of a finished run, else None.
 
     Raises:
-        RecordError: The summary is damaged, or lacks what is shown.
+        RecordError: The summary is damaged, or lacks a number that is shown.
     """
-    from fedquilt.records import read_summary
+    from fedquilt.runs.folder import read_summary
 
     summary = read_summary(path)
     missing = [key for key in _SHOWN if summary is not None and key not in summary]
     if missing:
         raise RecordError(
-            f"{path / 'summary.json'} is damaged: it has no {missing[0]}. Delete it to finish the run again."
+            f"{path / 'summary.json'} is damaged: it has no {missing[0]}. Delete it to finish the "
+            "run again."
         )
     return summary

@@ -1,4 +1,4 @@
-"""`fedquilt reproduce`: a table or figure of a paper, with the paper's numbers beside the measured ones."""
+"""`fedquilt reproduce`: a table or figure of a paper, with the paper's and the measured numbers."""
 
 from __future__ import annotations
 
@@ -27,43 +27,44 @@ from fedquilt.errors import ConfigError
 
 @dataclass(frozen=True)
 class ReproduceRequest:
-    """Run a table or figure of a paper, and show the paper's numbers, the measured ones and their difference.
+    """Run a table or figure of a paper, and compare the measured numbers with the paper's.
 
-    `fedquilt list papers` lists all tables. The same command again resumes interrupted runs and does not repeat
-    finished ones. --scale smoke needs no data and takes seconds: it shows that everything runs, and its numbers mean
-    nothing.
+    `fedquilt list papers` lists all tables. The same command again resumes interrupted runs and
+    does not repeat finished ones. --scale smoke needs no data and takes seconds. It shows that
+    everything runs, and its numbers mean nothing.
     """
 
-    table: PaperTable  # a name of `fedquilt list papers`, such as fedrolex/table3, or a TOML file of your own
-    scale: Scale = "full"  # full: the settings of the paper; short: fewer rounds; smoke: seconds, on generated images
+    # a name of `fedquilt list papers`, such as fedrolex/table3, or a TOML file of your own
+    table: PaperTable
+    # full: the settings of the paper; short: fewer rounds; smoke: seconds, on generated images
+    scale: Scale = "full"
     # run only the rows whose names contain one of these texts; a whole name means that row alone
     rows: Rows = ()
     seeds: Seeds = ()  # random seeds; those of the table if not given
-    assign: Assignments = ()  # a setting of all rows by its path, such as method.local.batch_size=50; may be repeated
+    # a setting of all rows by its path, such as method.local.batch_size=50; may be repeated
+    assign: Assignments = ()
     data_folder: Place = None  # folder of data files; if not given that of FEDQUILT_DATA, else data
     device: Text = None  # device to train on, such as cpu, cuda or cuda:1
-    precision: Precision = (
-        None  # precision of matrix products on the device; with fp64 everything is computed in it
-    )
+    # precision of matrix products on the device; with fp64 everything is computed in it
+    precision: Precision = None
     out: Place = None  # folder of the study; runs/PAPER-TABLE-SCALE if not given
     jobs: Whole = None  # runs at the same time, each in a process of its own; 1 if not given
     store: Place = None  # also store results without weights in this folder, such as results
-    format: TableFormat = "text"  # how the table is written on standard output
+    format: TableFormat = "text"  # format of the table on standard output
     json: Flag = False  # print the table as JSON on standard output, and nothing else there
     yes: Flag = False  # accept more than 1,000 runs
-    trust: Flag = (
-        False  # run the code that the study's folder names, and add it to your list of trusted code
-    )
+    # run the code that the study's folder names, and add it to your list of trusted code
+    trust: Flag = False
 
     def __call__(self) -> None:
         with output(self.json or self.format != "text") as (console, stdout):
             from fedquilt.cli.show import print_json, say, show_text_table
             from fedquilt.cli.study import run_study
-            from fedquilt.config import parse_assignment
+            from fedquilt.runs.experiment import parse_assignment
+            from fedquilt.runs.trust import check_study_code
             from fedquilt.studies.papers import data_folder, read_preset
             from fedquilt.studies.published import comparison_table
             from fedquilt.studies.reproduce import Storing, check_rows_in, chosen_rows, plan_of
-            from fedquilt.trust import check_study_code
 
             self._check_request()
             preset = read_preset(self.table)
@@ -114,7 +115,7 @@ class ReproduceRequest:
                 print(table.render(self.format), file=stdout)
 
     def _check_request(self) -> None:
-        """Refuse before the first run what would fail after the last one."""
+        """Refuse options before the first run that would only fail after the last one."""
         if self.jobs is not None and self.jobs < 1:
             raise ConfigError(f"--jobs {self.jobs} was asked for; at least one is needed.")
         if self.store is not None and self.store.is_file():

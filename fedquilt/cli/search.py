@@ -1,4 +1,4 @@
-"""The command `fedquilt supernet search`, and tables of timed blocks for `fedquilt probe --space`."""
+"""`fedquilt supernet search`, and tables of timed blocks for `fedquilt probe --space`."""
 
 from __future__ import annotations
 
@@ -33,39 +33,43 @@ LabelSource = Annotated[
     Literal["rotations", "own"], tyro.conf.arg(metavar="rotations|own", **_quiet)
 ]
 
-Report = Callable[
-    [str, int, int], None
-]  # is called with a step, and how much of how much of it is done
+# Arguments: name of a step, how much of it is done, and how much there is.
+Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """Search the best member of a space or a supernet file within limits, or a few members for a fleet.
+    """Search the best member of a search space or a supernet file within limits.
 
-    Members of a supernet file are scored by a predictor of their accuracy on the images of --data. Those with the
-    highest scores are measured before one is chosen. Without weights or images, the member with the most
+    With --fleet, a few members are searched for a fleet of devices. Members of a supernet file are
+    scored by a predictor of their accuracy on the images of --data. Those with the highest scores
+    are measured before one is chosen. Without weights or images, the member with the most
     multiply-adds counts as the best.
     """
 
-    what: SpaceOrFile  # search space: resnet50, mobilenetv3, mobilenetv2, tiny, file.py:Class, or a supernet file
+    # search space: resnet50, mobilenetv3, mobilenetv2, tiny, file.py:Class, or a supernet file
+    what: SpaceOrFile
     space: Text = None  # search space of a file, as file.py:Class, if it is not built in
-    macs: Macs = None  # multiply-adds a sample, at most
-    params: Params = None  # parameters, at most
-    memory: Real = None  # bytes of a training step, at most
-    milliseconds: Real = None  # inference time of one sample, at most; needs --table
+    macs: Macs = None  # limit on multiply-adds per sample
+    params: Params = None  # limit on parameters
+    memory: Real = None  # limit on bytes of a training step
+    milliseconds: Real = None  # limit on the inference time of one sample; needs --table
     table: File = None  # times of blocks, written by `fedquilt probe --space SPACE --out FILE`
     fleet: File = None  # CSV file of devices with limits, as the fleet `csv` reads it
-    members: Whole = None  # different members for a fleet, at most; 8 if not given
-    data: Text = None  # images that members are measured on and that set their size: a data set, file or folder
-    labels: LabelSource = (
-        "rotations"  # what a supernet file was trained to predict: rotations, or its data's classes
-    )
+    members: Whole = None  # limit on different members for a fleet; 8 if not given
+    # images that members are measured on and that set their size: a data set, file or folder
+    data: Text = None
+    # labels that a supernet file was trained to predict: rotations, or its data's classes
+    labels: LabelSource = "rotations"
     measured: Whole = None  # members that are measured to fit the predictor, 128 if not given
-    verified: Whole = None  # members that are measured at each limit before one is chosen, 8 if not given; 0 for none
-    classes: Whole = None  # classes that members tell apart; those of the data, the space or the file if not given
+    # members that are measured at each limit before one is chosen, 8 if not given; 0 for none
+    verified: Whole = None
+    # number of classes of members; that of the data, the space or the file if not given
+    classes: Whole = None
     batch_size: Whole = None  # samples of a training step whose memory is limited, 32 if not given
-    strategy: StrategyName = "evolution"  # how members are searched
-    tolerance: Real = None  # for random: share of the limit by which a member may stay below it, 0.05 if not given
+    strategy: StrategyName = "evolution"  # search strategy
+    # for random: share of the limit by which a member may stay below it, 0.05 if not given
+    tolerance: Real = None
     seed: Whole = None  # random seed, 0 if not given
     json: Flag = False  # print the members as JSON on standard output, and nothing else there
 
@@ -97,7 +101,8 @@ class SearchRequest:
             )
         if self.milliseconds is not None and not self.table:
             raise ConfigError(
-                "--milliseconds was asked for without --table; `fedquilt probe --space SPACE --out FILE` measures one."
+                "--milliseconds was asked for without --table; `fedquilt probe --space SPACE --out "
+                "FILE` measures one."
             )
 
     def _search(self, space: Space, supernet: Supernet | None, report: Report) -> Search:
@@ -108,13 +113,13 @@ class SearchRequest:
 
         table = LatencyTable.load(self.table) if self.table else None
         step = TrainingStep() if self.batch_size is None else TrainingStep(self.batch_size)
-        given: dict[str, Any] = {
+        flags: dict[str, Any] = {
             "tolerance": self.tolerance,
             "verified": self.verified,
             "seed": self.seed,
         }
         options = Options(
-            self.strategy, **{name: value for name, value in given.items() if value is not None}
+            self.strategy, **{name: value for name, value in flags.items() if value is not None}
         )
         search = Search(Meter(space, step, table), options=options)
         if supernet is None or self.data is None:
@@ -145,10 +150,10 @@ class SearchRequest:
         from fedquilt.supernet.limits import Limits
 
         limits = Limits(self.macs, self.params, self.memory, self.milliseconds)
-        found = search.best(limits, lambda done, total: report("search", done, total))
-        member = {found.name: member_entry(found)}
+        best = search.best(limits, lambda done, total: report("search", done, total))
+        member = {best.name: member_entry(best)}
         capacity = limits.macs or search.capacity(limits)
-        return _head(search) | {"members": member, "utilization": found.costs.macs / capacity}
+        return _head(search) | {"members": member, "utilization": best.costs.macs / capacity}
 
     def _for_fleet(self, search: Search, report: Report) -> dict[str, Any]:
         from fedquilt.supernet.nets import named
@@ -158,13 +163,13 @@ class SearchRequest:
         service = (
             SearchService(search) if self.members is None else SearchService(search, self.members)
         )
-        found = service.prepare(fleet, lambda done, total: report("search", done, total))
-        devices = dict.fromkeys((one.config for one in found), 0)
+        chosen_members = service.prepare(fleet, lambda done, total: report("search", done, total))
+        devices = dict.fromkeys((choice.config for choice in chosen_members), 0)
         for limits, count in fleet.items():
             devices[service.query(limits).config] += count
         entries = {
-            name: member_entry(one) | {"devices": devices[one.config]}
-            for name, one in named(found).items()
+            name: member_entry(choice) | {"devices": devices[choice.config]}
+            for name, choice in named(chosen_members).items()
         }
         used = service.utilization(fleet)
         return _head(search) | {
@@ -174,7 +179,7 @@ class SearchRequest:
         }
 
     def _fleet(self) -> dict[Limits, int]:
-        from fedquilt.fleets import FromCsv
+        from fedquilt.fleets.budgets import FromCsv
         from fedquilt.supernet.limits import Limits
 
         assert self.fleet is not None
@@ -192,7 +197,7 @@ def validation_on(
 
     Args:
         name: Name of a data set, a file or a folder.
-        labels: What the supernet was trained to predict.
+        labels: Labels that the supernet was trained to predict.
         supernet: The supernet, whose number of classes the labels must have.
         file: File of the supernet, for the error.
     """
@@ -203,17 +208,20 @@ def validation_on(
     data = SupernetData.of_pool(source(name)(), labels)
     if data.num_classes != supernet.space.num_classes:
         raise ConfigError(
-            f"members of {file} were to be measured on {name} with labels {labels}, which are {data.num_classes} "
-            f"classes; it was trained for {supernet.space.num_classes}. The labels that it was trained with would work."
+            f"members of {file} were to be measured on {name} with labels {labels}, which are "
+            f"{data.num_classes} "
+            f"classes; it was trained for {supernet.space.num_classes}. The labels that it was "
+            "trained with would work."
         )
     space = supernet.space
-    found, wanted = (
+    shape, expected = (
         tuple(data.images.shape[1:]),
         (space.in_channels, space.image_size, space.image_size),
     )
-    if found != wanted:
+    if shape != expected:
         raise ConfigError(
-            f"members of {file} were to be measured on {name}, which has images of shape {found}; they take {wanted}."
+            f"members of {file} were to be measured on {name}, which has images of shape {shape}; "
+            f"they take {expected}."
         )
     return Validation.of(data)
 
@@ -226,8 +234,8 @@ def asked_space(
     Args:
         what: Name of a space, `file.py:Class`, or a supernet file.
         own: Space of a file, as `file.py:Class`, if it is not built in.
-        data: Data whose images and classes members are for. None: those of the space or the file.
-        classes: Classes that members tell apart. None: those of the data, the space or the file.
+        data: Data that sets image size and classes of members. None: those of the space or file.
+        classes: Number of classes of members. None: that of the data, the space or the file.
     """
     from fedquilt.data.sources import source
     from fedquilt.supernet import SPACES, load_supernet, space_by_name
@@ -252,7 +260,7 @@ def probed_blocks(what: str, data: str | None, device: str, console: Console) ->
 
     Args:
         what: Name of a space, `file.py:Class`, or a supernet file.
-        data: Data whose images and classes members are for. None: those of the space or the file.
+        data: Data that sets image size and classes of members. None: those of the space or file.
         device: Device as torch names it.
         console: Console for progress.
     """
@@ -299,7 +307,8 @@ def _show(console: Console, result: dict[str, Any]) -> None:
     if not is_accuracy and result["strategy"] != "random":
         say(
             console,
-            "members were ranked by multiply-adds; a supernet file and --data rank them by accuracy",
+            "members were ranked by multiply-adds; a supernet file and --data rank them by "
+            "accuracy",
         )
 
 

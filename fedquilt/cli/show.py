@@ -1,4 +1,4 @@
-"""What the commands print: bars and frames on a terminal, plain text elsewhere."""
+"""Output of the commands: bars and frames on a terminal, plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 
-from fedquilt.summaries import (
+from fedquilt.runs.summaries import (
     NOTHING,
     UNDER_ATTACK,
     Labels,
@@ -29,61 +29,67 @@ from fedquilt.summaries import (
     milestone_text,
     share_label,
     target_text,
-    utilisation_text,
+    utilization_text,
 )
 from fedquilt.units import size
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from fedquilt.clientwise import Clientwise
-    from fedquilt.conformance import Finding
-    from fedquilt.export import Exported
-    from fedquilt.probe import Probe
+    from fedquilt.conformance.method import Finding
+    from fedquilt.deploy.export import Exported
     from fedquilt.round import Record
+    from fedquilt.runs.per_client import PerClient
+    from fedquilt.runs.probe import Probe
     from fedquilt.studies import table as studies
 
 Watch = Callable[["Record"], None]
-Status = Callable[
-    [int], str
-]  # A few words on a round, from 0, such as the stage of a growing model; "": none
-# Arguments: rounds that are done, labels of shares, True if the main figure is shown in percent, and words on rounds.
+# Returns a few words on a round (from 0), such as the stage of a growing model. Empty: none.
+Status = Callable[[int], str]
+# Arguments: number of finished rounds, labels of shares, True if the main figure is shown in
+# percent, and the function for words on rounds.
 Begin = Callable[[int, Labels, bool, Status], Watch]
 
 
 def console_for(for_json: bool = False) -> Console:
-    """Standard output, or, when that is for JSON alone, standard error if someone is looking."""
+    """Return a console on standard output.
+
+    Args:
+        for_json: True: standard output is for JSON alone. The console is on standard error, and is
+            quiet unless that is a terminal.
+    """
     return Console(
         stderr=for_json, quiet=for_json and not sys.stderr.isatty(), highlight=False, emoji=False
     )
 
 
 def say(console: Console, text: str) -> None:
-    """A line as it is: no markup, and no breaks where a terminal ends."""
+    """Print a line unchanged, without markup and without breaking it at the terminal's width."""
     console.print(text, markup=False, soft_wrap=True)
 
 
 def print_json(value: object, file: TextIO | None = None) -> None:
-    """NaN is no JSON: where there is no number, it says null."""
+    """Print a value as JSON, with null in place of NaN and infinite numbers."""
     print(json.dumps(_numbers(value), indent=2, allow_nan=False), file=file or sys.stdout)
 
 
 def _numbers(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _numbers(one) for key, one in value.items()}
+        return {key: _numbers(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_numbers(one) for one in value]
+        return [_numbers(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# --- while it runs ----------------------------------------------------------------------------------------------
+# --- while it runs ------------------------------------------------------------------------------
 
 
 @contextmanager
 def progress(console: Console, rounds: int) -> Iterator[Begin]:
-    """Show a bar with rate and time left on a terminal, and elsewhere a line for every evaluated round.
+    """Show a bar with rate and time left on a terminal, or a line for each evaluated round.
 
-    It yields a function that starts the bar and returns another one, to be called after each round.
+    It yields a function that starts the bar. That function returns another one, to be called after
+    each round.
     """
     if not console.is_terminal:
 
@@ -197,24 +203,30 @@ def say_round(
 
 
 def figures_line(record: Record, labels: Labels, percent: bool) -> str:
-    """Return the main figure of each share. Accuracy needs no name, because every number is a percentage.
+    """Return the main figure of each share in one line.
+
+    Accuracy is not named, because every number is a percentage.
 
     Args:
         record: Record of an evaluated round.
         labels: Names of shares whose name is not the number.
         percent: True if the figures are shown in percent.
     """
-    lead = "" if record.grades.main == "accuracy" else f"{record.grades.main}  "
+    prefix = "" if record.grades.main == "accuracy" else f"{record.grades.main}  "
     figures = record.grades.figures
     row = figures_row(figures, figures, labels, percent)
-    return lead + "  ".join(f"{label}: {text}" for label, text in row.items())
+    return prefix + "  ".join(f"{label}: {text}" for label, text in row.items())
 
 
-# --- when it is over --------------------------------------------------------------------------------------------
+# --- when it is over ----------------------------------------------------------------------------
 
 
 def show_result(console: Console, summary: Mapping[str, Any]) -> None:
-    """Show a table of the shares, its note, tables of domains, robustness and clients' own nets, bytes and seconds."""
+    """Show the result of a run.
+
+    It has a table of the shares with its note, tables of domains, robustness and clients' own nets,
+    and the totals of bytes and seconds.
+    """
     labels = labels_of(summary)
     percent = in_percent(summary)
     shares = figures_of(summary)
@@ -245,10 +257,10 @@ def show_result(console: Console, summary: Mapping[str, Any]) -> None:
             }
             show_table(console, title, lines)
             say(console, "")
-    if kept := kept_nets_of(summary):
+    if own_nets := kept_nets_of(summary):
         say(console, "")
-        show_table(console, "limit", kept)
-        if used := utilisation_text(summary):
+        show_table(console, "limit", own_nets)
+        if used := utilization_text(summary):
             say(console, used)
         say(console, "")
     say(console, _totals(summary))
@@ -262,14 +274,24 @@ def _totals(summary: Mapping[str, Any]) -> str:
     down, up, seconds, rounds = (
         summary[key] for key in ("bytes_down", "bytes_up", "seconds", "rounds")
     )
-    over = f", {summary['link_seconds']:,.1f} s over the link" if "link_seconds" in summary else ""
-    learnt = (
+    link_text = (
+        f", {summary['link_seconds']:,.1f} s over the link" if "link_seconds" in summary else ""
+    )
+    late_text = (
+        f", {summary['late']:,} late update{'s'[: summary['late'] != 1]} dropped"
+        if "late" in summary
+        else ""
+    )
+    server_text = (
         f"; the server trained for {summary['server_seconds']:.1f} s"
         if "server_seconds" in summary
         else ""
     )
-    took = f"{rounds} round{'s'[: rounds != 1]} in {seconds:.1f} s"
-    return f"{took}; {size(down)} to the clients, {size(up)} back{over}{learnt}"
+    duration = f"{rounds} round{'s'[: rounds != 1]} in {seconds:.1f} s"
+    return (
+        f"{duration}; {size(down)} to the clients, {size(up)} back"
+        f"{link_text}{late_text}{server_text}"
+    )
 
 
 def show_probe(console: Console, found: Probe) -> None:
@@ -288,13 +310,16 @@ def show_probe(console: Console, found: Probe) -> None:
     target = found.target
     say(
         console,
-        f"{found.device}: {found.cores} cores, {size(found.memory)} free; in {found.precision} it trains "
-        f"{found.samples_per_second:,.0f} samples a second of what was measured, {found.macs_per_second:.3g} "
+        f"{found.device}: {found.cores} cores, {size(found.memory)} free; in {found.precision} it "
+        "trains "
+        f"{found.samples_per_second:,.0f} samples a second of what was measured, "
+        f"{found.macs_per_second:.3g} "
         "multiply-adds a second",
     )
     say(
         console,
-        f"proposed: {found.budget}, with which {target.samples} samples take at most {target.epoch_seconds:g} s an "
+        f"proposed: {found.budget}, with which {target.samples} samples take at most "
+        f"{target.epoch_seconds:g} s an "
         f"epoch and {target.memory:.0%} of the memory",
     )
 
@@ -302,54 +327,60 @@ def show_probe(console: Console, found: Probe) -> None:
 def show_export(console: Console, found: Sequence[Exported]) -> None:
     """Show the sizes of exported models, and how far their outputs differ from torch's."""
     rows = {
-        f"{one.share:g}": {
-            "parameters": one.params,
-            "MACs a sample": one.macs,
-            "memory to run": size(one.memory),
+        f"{model.share:g}": {
+            "parameters": model.params,
+            "MACs a sample": model.macs,
+            "memory to run": size(model.memory),
         }
-        for one in found
+        for model in found
     }
     show_table(console, "share", rows)
-    first, most, nets = (
+    first, max_difference, nets = (
         found[0],
-        max(one.max_difference for one in found),
-        max(one.nets for one in found),
+        max(model.max_difference for model in found),
+        max(model.nets for model in found),
     )
     upto = "up to " if len(found) > 1 else ""
     averaged = f"{upto}{nets} nets whose logits are averaged; " if nets > 1 else ""
     say(
         console,
-        f"{first.file}: {first.format}, {size(first.bytes)}; {averaged}norms: {first.norms}{_robustness(first)}; read "
-        f"back, its answers to {first.compared} differ from torch's by at most {most:.2g}",
+        f"{first.file}: {first.format}, {size(first.bytes)}; {averaged}norms: "
+        f"{first.norms}{_robustness(first)}; read "
+        f"back, its answers to {first.compared} differ from torch's by at most "
+        f"{max_difference:.2g}",
     )
 
 
 def _robustness(found: Exported) -> str:
     if found.robustness is None:
         return ""
-    chosen = (
+    reason = (
         " (the clean net, as none was asked for: --robustness)"
         if found.robustness_by_default
         else ""
     )
-    return f", robustness {found.robustness:g}{chosen}"
+    return f", robustness {found.robustness:g}{reason}"
 
 
-def _names(group: Clientwise) -> str:
-    """Return the names of the sizes of clients that can hold the same."""
+def _names(group: PerClient) -> str:
+    """Return the names of the sizes of a group of clients with equal shares."""
     return " | ".join(dict.fromkeys(device.label for device in group.devices))
 
 
-def show_clients(console: Console, found: Clientwise) -> None:
-    """Clients that can hold the same, and those of a domain: means, and deviations where they differ."""
+def show_clients(console: Console, found: PerClient) -> None:
+    """Show a table of clients by share, and one by domain if there are domains.
 
-    def row(group: Clientwise) -> dict[str, Any]:
+    Cells are means, with deviations where clients differ.
+    """
+
+    def row(group: PerClient) -> dict[str, Any]:
         return {
             "clients": len(group.devices),
             f"{found.main}, own size": _main_spread(group, "main_own_size"),
             f"{found.main}, whole model": _main_spread(group, "main_whole_model"),
             "MACs a batch": _spread(group, "macs"),
             "parameters a round": _spread(group, "params"),
+            **({"rounds late": _spread(group, "late", digits=".1f")} if found.has_deadline else {}),
         }
 
     show_table(
@@ -371,7 +402,7 @@ def show_clients(console: Console, found: Clientwise) -> None:
     )
 
 
-def _main_spread(group: Clientwise, of: str) -> str:
+def _main_spread(group: PerClient, of: str) -> str:
     """Return mean and deviation of the main figure."""
     if group.percent:
         return _spread(group, of, 100, " %")
@@ -381,20 +412,20 @@ def _main_spread(group: Clientwise, of: str) -> str:
     return f"{mean:.4g}" + (f" ± {deviation:.2g}" if deviation else "")
 
 
-def _spread(group: Clientwise, of: str, scale: float = 1.0, unit: str = "") -> str:
+def _spread(group: PerClient, of: str, scale: float = 1.0, unit: str = "", digits: str = "") -> str:
     mean, deviation = (scale * value for value in group.spread(of))
-    if math.isnan(mean):  # nobody has any
+    if math.isnan(mean):  # No client has a number.
         return "–"
-    digits = ".1f" if unit else ",.0f"
+    digits = digits or (".1f" if unit else ",.0f")
     return f"{mean:{digits}}{unit}" + (f" ± {deviation:{digits}}" if deviation else "")
 
 
-# --- checks of a method -----------------------------------------------------------------------------------------
+# --- checks of a method -------------------------------------------------------------------------
 
 
 @contextmanager
 def check_progress(console: Console, count: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar with the name of the check that is running on a terminal, and nothing elsewhere."""
+    """Show a bar with the name of the running check on a terminal, and nothing elsewhere."""
     if not console.is_terminal:
         yield lambda name: None
         return
@@ -415,22 +446,36 @@ def check_progress(console: Console, count: int) -> Iterator[Callable[[str], Non
 
 
 def show_findings(console: Console, method: str, findings: Sequence[Finding]) -> None:
-    """Show a row for each check of a method, and how many passed, failed and were skipped."""
+    """Show a row for each check of a method, and how many passed, failed and were skipped.
+
+    Args:
+        console: Console for the table.
+        method: Name of the method.
+        findings: Result of each check.
+    """
     rows = {
-        one.check: {"result": one.status, "finding": " ".join(one.detail.split())}
-        for one in findings
+        finding.check: {"result": finding.status, "finding": " ".join(finding.detail.split())}
+        for finding in findings
     }
     show_table(console, "check", rows)
-    counts = Counter(one.status for one in findings)
-    told = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped"))
-    say(console, f"{method}: {told} in {sum(one.seconds for one in findings):.1f} s")
+    counts = Counter(finding.status for finding in findings)
+    totals = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped"))
+    say(console, f"{method}: {totals} in {sum(finding.seconds for finding in findings):.1f} s")
 
 
-# --- tables -----------------------------------------------------------------------------------------------------
+# --- tables -------------------------------------------------------------------------------------
 
 
 def show_table(console: Console, name: str, entries: Mapping[str, Mapping[str, Any]]) -> None:
-    """Rows keyed by name, framed on a terminal, else aligned by spaces. Tables and lists are left to JSON."""
+    """Show entries as rows of a table, framed on a terminal and aligned by spaces elsewhere.
+
+    Columns whose values are tables or lists are left out. JSON output has them.
+
+    Args:
+        console: Console for the table.
+        name: Title of the first column, which has the names of the entries.
+        entries: Cells of each row by the title of their column. All rows have the same columns.
+    """
     if not entries:
         say(console, f"{name}: none")
         return
@@ -453,7 +498,7 @@ def show_table(console: Console, name: str, entries: Mapping[str, Mapping[str, A
         for title, number in zip((name, *columns), right, strict=True):
             table.add_column(title, justify="right" if number else "left")
         for row in rows:
-            table.add_row(*map(Text, row))  # brackets in it are no markup
+            table.add_row(*map(Text, row))  # Text, so that brackets are not read as markup.
         console.print(table)
         return
     rows.insert(0, [name, *columns])
@@ -476,8 +521,8 @@ def show_text_table(console: Console, table: studies.Table) -> None:
     from rich.text import Text
 
     framed = Table(box=box.ROUNDED, title=Text(table.title), title_justify="left")
-    for place, (title, is_number) in enumerate(zip(table.head, table.right_aligned, strict=True)):
-        is_name = place == 0  # Cells of numbers are broken into lines before a name is cut off.
+    for index, (title, is_number) in enumerate(zip(table.head, table.right_aligned, strict=True)):
+        is_name = index == 0  # Cells of numbers are broken into lines before a name is cut off.
         framed.add_column(Text(title), justify="right" if is_number else "left", no_wrap=is_name)
     for row in table.cells:
         framed.add_row(*(Text(cell.starred, style="bold" if cell.is_best else "") for cell in row))

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, TextIO
 from fedquilt.cli.playing import Interrupted, settings_lines, title_of, values_of
 from fedquilt.cli.show import print_json, round_bars, say, say_round, show_text_table, watch_bar
 from fedquilt.errors import ConfigError
-from fedquilt.files import write_text
 from fedquilt.names import nearest
+from fedquilt.runs.summaries import UNDER_ATTACK
+from fedquilt.storage.files import write_text
 from fedquilt.studies.execute import Display, Grounds, Watch, finished, torch_settings_restored
 from fedquilt.studies.plan import COMPARISON_FILE, Plan, PlannedRun
 from fedquilt.studies.result import Result
 from fedquilt.studies.statistics import check_alike
 from fedquilt.studies.study import Study, run_plan
 from fedquilt.studies.table import render
-from fedquilt.summaries import UNDER_ATTACK
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,11 +39,11 @@ def prepared(
 ) -> Grounds:
     """Prepare a run of every entry before the first one begins, and show their settings.
 
-    A budget that holds nothing, or a method that does not fit the task, is an error now and not
-    after the entries before it have been trained.
+    A budget that holds nothing, or a method that does not fit the task, is therefore an error
+    before anything is trained.
 
     Args:
-        plan: What is to be run.
+        plan: Plan of the study.
         sources: Source of the settings of each entry: a file, the demo or defaults.
         folder: Folder of the study. Entries whose first run is finished are not prepared. None:
             nothing is kept.
@@ -51,7 +51,7 @@ def prepared(
         target: Value of the main metric that should be reached. None: there is none.
         metric: Metric to compare. Empty: the main one.
     """
-    from fedquilt.milestones import check_target
+    from fedquilt.runs.milestones import check_target
 
     grounds = Grounds()
     first = {run.entry: run for run in reversed(plan.final_runs({}))}
@@ -79,13 +79,17 @@ def prepared(
         tuned = f", {len(plan.tuning_runs)} of them to tune" if plan.tuning_runs else ""
         say(
             console,
-            f"{plan.num_runs} runs{tuned}; seed{'s'[: len(plan.seeds) != 1]} {', '.join(map(str, plan.seeds))}",
+            f"{plan.num_runs} runs{tuned}; seed{'s'[: len(plan.seeds) != 1]} "
+            f"{', '.join(map(str, plan.seeds))}",
         )
     return grounds
 
 
 def _check_metric(metric: str, task: Task) -> None:
-    """Refuse a metric that the task does not have. Those of domains and under attack have a suffix."""
+    """Refuse a metric that the task does not have.
+
+    Metrics of domains and under attack are accepted with their suffix.
+    """
     names = [measured.name for measured in task.measured]
     derived = (f"local_{task.main.name}", *UNDER_ATTACK)
     if metric and metric.partition("/")[0] not in (*names, *derived):
@@ -107,7 +111,7 @@ def run_study(
     """Run a study with its progress on the console.
 
     Args:
-        plan: What is to be run.
+        plan: Plan of the study.
         folder: Folder of the study. None: nothing is kept.
         jobs: Number of runs at the same time.
         console: Console that shows the progress.
@@ -145,8 +149,8 @@ class StudyProgress:
         self._bars = round_bars(console) if console.is_terminal else None
         self._all: TaskID | None = None
         self._tasks: dict[str, TaskID] = {}
-        self._begun: set[str] = set()  # folders of runs
-        self._there = 0  # runs that were finished before, and that nothing was said about yet
+        self._begun: set[str] = set()  # Folders of runs that have begun.
+        self._there = 0  # Runs that were finished before and are not reported yet.
 
     def _name(self, planned: PlannedRun) -> str:
         return planned.entry if self._is_single else planned.title
@@ -166,12 +170,17 @@ class StudyProgress:
         self._begun.add(planned.folder)
         if self._bars is None:
             self._say_there()
-            lead = f"{name:<{self._name_width}}  "
+            prefix = f"{name:<{self._name_width}}  "
 
             def by_line(record: Record) -> None:
                 with self._lock:
                     say_round(
-                        self._console, lead, display.rounds, display.labels, display.percent, record
+                        self._console,
+                        prefix,
+                        display.rounds,
+                        display.labels,
+                        display.percent,
+                        record,
                     )
 
             return by_line

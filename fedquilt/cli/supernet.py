@@ -47,7 +47,7 @@ class TrainRequest:
     space: SpaceName  # search space: resnet50, mobilenetv3, mobilenetv2, tiny, or file.py:Class
     data: DataName  # images: a name of `fedquilt list data`, a file or a folder
     out: Target  # file for the trained supernet
-    labels: LabelSource = "rotations"  # what nets learn: rotations, or the data's own classes
+    labels: LabelSource = "rotations"  # labels to learn: rotations, or the data's own classes
     epochs: Whole = None  # epochs of the largest net, 20 if not given
     phase_epochs: Whole = None  # epochs of each shrinking phase, 10 if not given; 0 shrinks nothing
     batch_size: Whole = None  # samples per step, 256 if not given; a rotated image is four of them
@@ -59,7 +59,7 @@ class TrainRequest:
     precision: Precision = None  # precision of products, fp32 if not given
     seed: Whole = None  # random seed, 0 if not given
     resume: Flag = False  # continue a training that was interrupted, from FILE.training
-    force: Flag = False  # write over a file that is there
+    force: Flag = False  # overwrite an existing file
     json: Flag = False  # print a summary as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
@@ -110,7 +110,7 @@ class TrainRequest:
             )
 
     def _settings(self) -> SupernetTraining:
-        from fedquilt.precision import unfit
+        from fedquilt.hardware.precision import unfit
         from fedquilt.supernet import SupernetTraining
 
         names = (
@@ -123,16 +123,16 @@ class TrainRequest:
             "precision",
             "seed",
         )
-        given: dict[str, Any] = {name: getattr(self, name) for name in names}
-        given = {name: value for name, value in given.items() if value is not None}
-        precision = given.get("precision", "fp32")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        options = {name: value for name, value in options.items() if value is not None}
+        precision = options.get("precision", "fp32")
         if precision not in ("fp32", "tf32", "bf16"):
             raise ConfigError(
                 f"--precision {precision} was asked for; fp32, tf32 or bf16 would work.",
             )
         if problem := unfit(precision, self.device or "cpu"):
             raise ConfigError(f"--precision {problem}")
-        return SupernetTraining(flip=self.flip, **given)
+        return SupernetTraining(flip=self.flip, **options)
 
     def _space_and_data(self) -> tuple[Space, SupernetData]:
         from dataclasses import replace
@@ -201,7 +201,7 @@ class ImportRequest:
     space: SpaceName  # search space: resnet50, mobilenetv3, mobilenetv2, tiny, or file.py:Class
     weights: WeightsFile  # .safetensors file, or a state dict as .pt or .pth
     out: Target  # file for the supernet
-    force: Flag = False  # write over a file that is there
+    force: Flag = False  # overwrite an existing file
     json: Flag = False  # print a summary as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
@@ -229,14 +229,14 @@ class ImportRequest:
 class MeasureRequest:
     """Measure the accuracy of members of a supernet file, from the smallest to the largest.
 
-    Members get norm statistics of their own. Give images that the supernet was not trained on: a fifth
-    of them, at most 2,000, are for the accuracy, and others for the statistics.
+    Members get norm statistics of their own. Give images that the supernet was not trained on: a
+    fifth of them, at most 2,000, are for the accuracy, and others for the statistics.
     """
 
     file: SupernetFile  # supernet file
     data: DataName  # images: a name of `fedquilt list data`, a file or a folder
     space: Text = None  # search space of the file, as file.py:Class, if it is not built in
-    labels: LabelSource = "rotations"  # what the supernet was trained to predict
+    labels: LabelSource = "rotations"  # labels that the supernet was trained to predict
     members: Whole = None  # members that are measured, 32 if not given
     device: Text = None  # device to measure on, such as cpu or cuda
     seed: Whole = None  # random seed of the members, 0 if not given
@@ -251,24 +251,25 @@ class MeasureRequest:
                 print_json(result, stdout)
                 return
             rows = {
-                f"{place}": {
+                f"{number}": {
                     "multiply-adds": f"{member['macs']:,}",
                     "parameters": f"{member['params']:,}",
                     "accuracy": f"{member['accuracy']:.1%}",
                 }
-                for place, member in enumerate(result["members"], start=1)
+                for number, member in enumerate(result["members"], start=1)
             }
             show_table(console, "member", rows)
 
     def _result(self, console: Console) -> dict[str, Any]:
-        from fedquilt.devices import device_of
+        from fedquilt.hardware.device import device_of
         from fedquilt.supernet import load_supernet, space_by_name
         from fedquilt.supernet.scoring import measured_members
 
         count = 32 if self.members is None else self.members
         if count < 2:
             raise ConfigError(
-                f"--members {count} was asked for; the smallest and the largest are measured: 2 or more."
+                f"--members {count} was asked for; the smallest and the largest are measured: 2 or "
+                "more."
             )
         device = device_of(self.device or "cpu")
         expected = type(space_by_name(self.space)) if self.space else None
@@ -290,12 +291,12 @@ class MeasureRequest:
             "samples": len(validation.images),
             "members": [
                 {
-                    "macs": one.costs.macs,
-                    "params": one.costs.params,
-                    "accuracy": one.accuracy,
-                    "config": one.config.to_json(),
+                    "macs": member.costs.macs,
+                    "params": member.costs.params,
+                    "accuracy": member.accuracy,
+                    "config": member.config.to_json(),
                 }
-                for one in measured
+                for member in measured
             ],
         }
 

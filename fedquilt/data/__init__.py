@@ -1,10 +1,7 @@
-"""Federated data: where samples come from, how they are dealt to clients, and who holds what."""
+"""Federated data: data sources, partitions, and the samples that each client holds."""
 
 from fedquilt.data.federated import FederatedData, Pool, Scale
-from fedquilt.data.generated import generated
-from fedquilt.data.huggingface import hub
-from fedquilt.data.masks import masks
-from fedquilt.data.partition import (
+from fedquilt.data.partitions import (
     PARTITIONS,
     Dirichlet,
     Domains,
@@ -16,9 +13,12 @@ from fedquilt.data.partition import (
     Quantity,
 )
 from fedquilt.data.parts import Parts
-from fedquilt.data.pictures import images
 from fedquilt.data.sources import DATA, diabetes, digits, digits_labels, npz, source
-from fedquilt.data.words import text
+from fedquilt.data.sources.generated import generated
+from fedquilt.data.sources.hub import hub
+from fedquilt.data.sources.images import images
+from fedquilt.data.sources.masks import masks
+from fedquilt.data.sources.text import text
 
 __all__ = [
     "DATA",

@@ -1,4 +1,4 @@
-"""Datasets of torch as arrays: every sample is read once."""
+"""Conversion of torch datasets to arrays, for which every sample is read once."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ from fedquilt.errors import DataError
 def arrays_of(dataset: Dataset[Any], what: str) -> tuple[Tensor, Array]:
     """Return all inputs and all targets of a dataset.
 
-    Random transforms are drawn once for each sample, because a run holds its samples in memory.
+    Random transforms are applied once to each sample, because a run keeps its samples in memory.
 
     Args:
         dataset: Pairs (input, target), with inputs of equal shape.
         what: Name of the set for messages.
 
     Raises:
-        DataError: A sample is no pair, is no array, or has another shape than the first.
+        DataError: A sample is not a pair, not an array, or differs in shape from the first one.
     """
     inputs: list[Tensor] = []
     targets: list[Any] = []
-    for place, sample in enumerate(_samples(dataset)):
+    for index, sample in enumerate(_samples(dataset)):
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             raise DataError(
-                f"{what}: sample {place} is a {type(sample).__name__}; a pair (input, target) is needed."
+                f"{what}: sample {index} is a {type(sample).__name__}; a pair (input, target) is "
+                "needed."
             )
-        inputs.append(_tensor(sample[0], f"{what}: the input of sample {place}"))
+        inputs.append(_tensor(sample[0], f"{what}: the input of sample {index}"))
         targets.append(sample[1])
         if inputs[-1].shape != inputs[0].shape:
             raise DataError(
-                f"{what}: the first input has shape {tuple(inputs[0].shape)} and that of sample {place} "
-                f"{tuple(inputs[-1].shape)}; all must be alike. A transform can crop, pad or resize them."
+                f"{what}: the first input has shape {tuple(inputs[0].shape)} and that of sample "
+                f"{index} "
+                f"{tuple(inputs[-1].shape)}; all must be alike. A transform can crop, pad or "
+                "resize them."
             )
     if not inputs:
         raise DataError(
@@ -50,16 +53,20 @@ def arrays_of(dataset: Dataset[Any], what: str) -> tuple[Tensor, Array]:
 
 
 def _samples(dataset: Dataset[Any]) -> Iterator[Any]:
-    """Iterate over samples. Datasets with a length need not raise IndexError at their end."""
+    """Return an iterator over the samples.
+
+    A dataset with a length is indexed up to its length, because it need not raise IndexError.
+    """
     if isinstance(dataset, IterableDataset):
         return iter(dataset)
-    return (dataset[place] for place in range(len(dataset)))  # type: ignore[arg-type]
+    return (dataset[index] for index in range(len(dataset)))  # type: ignore[arg-type]
 
 
 def _tensor(value: Any, what: str) -> Tensor:
     if isinstance(value, (Tensor, np.ndarray, int, float)):
         return torch.as_tensor(value)
     raise DataError(
-        f"{what} is a {type(value).__name__}; a tensor or an array is needed, such as a transform gives "
+        f"{what} is a {type(value).__name__}; a tensor or an array is needed, such as a transform "
+        "gives "
         "(torchvision's ToTensor() for images)."
     )

@@ -1,4 +1,4 @@
-"""Who holds which samples, for any number of clients: one order of positions, and where each client's begin."""
+"""Samples of each client, stored in two tensors for any number of clients."""
 
 from __future__ import annotations
 
@@ -19,14 +19,22 @@ Array = Tensor | np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Parts(Sequence[Tensor]):
-    """The positions of each client's samples. Two tensors, not one a client: there may be 342,477 of them."""
+    """Positions of each client's samples in a pool.
 
-    order: Tensor  # positions in the pool, client after client
-    offsets: Tensor  # (clients + 1,) where each client's begin in it
+    They are two tensors and not one per client, because there may be 342,477 clients.
+    """
+
+    order: Tensor  # (sample,) Positions in the pool, client after client.
+    offsets: Tensor  # (clients + 1,) Index in `order` at which the samples of each client begin.
 
     @staticmethod
     def of(parts: Sequence[Sequence[int] | Array], count: int | None = None) -> Parts:
-        """From positions a client, or masks: True where a sample, of `count` in all, is the client's."""
+        """Return parts from a list of positions or a boolean mask for each client.
+
+        Args:
+            parts: Positions of each client's samples, or masks that are True at its samples.
+            count: Number of samples in the pool, which masks must have. None: not checked.
+        """
         if isinstance(parts, Parts):
             return parts
         if isinstance(parts, Mapping) or not isinstance(parts, Iterable):
@@ -40,36 +48,53 @@ class Parts(Sequence[Tensor]):
 
     @staticmethod
     def split(order: Tensor, sizes: Tensor) -> Parts:
-        """An order of positions, dealt from the front: the first client gets the first `sizes[0]`, and so on."""
+        """Divide positions into consecutive parts.
+
+        Args:
+            order: (sample,) Positions, client after client.
+            sizes: (client,) Number of samples of each client.
+        """
         return Parts(order, torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]))
 
     @staticmethod
     def owned(owner: Tensor, num_clients: int, order: Tensor | None = None) -> Parts:
-        """From the client that owns each sample (−1: nobody does); with `order`, that of the samples it lists."""
+        """Return parts from the client of each sample.
+
+        Args:
+            owner: (sample,) Client of each sample. −1: none.
+            num_clients: Number of clients.
+            order: (sample,) Positions that `owner` refers to. None: 0, 1, 2, …
+        """
         ranked = torch.argsort(owner, stable=True)[int((owner < 0).sum()) :]
         sizes = torch.bincount(owner[owner >= 0], minlength=num_clients)
         return Parts.split(ranked if order is None else order[ranked], sizes)
 
     @property
     def sizes(self) -> Tensor:
-        """(client,) how many samples each has."""
+        """Return the number of samples of each client, (client,)."""
         return self.offsets.diff()
 
     @property
     def owners(self) -> Tensor:
-        """The client of every entry of `order`."""
+        """Return the client of every entry of `order`."""
         return torch.repeat_interleave(torch.arange(len(self)), self.sizes)
 
     def thinned(self, fraction: float, key: int, max_size: int | None = None) -> Parts:
-        """A fraction of each client's samples and at most `max_size`, drawn at random, at least one of those it has."""
+        """Return a random subset of each client's samples, at least one of them.
+
+        Args:
+            fraction: Fraction of its samples that each client keeps. 1 has no effect.
+            key: Key of the random numbers.
+            max_size: Largest number of samples that a client keeps. None: no limit.
+        """
         if fraction == 1 and (max_size is None or int(self.sizes.max()) <= max_size):
             return self
         sizes = self.sizes
-        kept = (sizes * fraction).round().long().clamp(min=1, max=max_size).minimum(sizes)
-        return self.divided(kept, key)[0]
+        counts = (sizes * fraction).round().long().clamp(min=1, max=max_size).minimum(sizes)
+        return self.divided(counts, key)[0]
 
     def divided(self, counts: Tensor, key: int) -> tuple[Parts, Parts]:
-        """Divide every client's samples at random in two. Both halves keep the order of the samples.
+        """Divide every client's samples at random in two. Both halves keep their order.
 
         Args:
             counts: (client,) Number of samples that are drawn from each client, at most its size.
@@ -80,16 +105,16 @@ class Parts(Sequence[Tensor]):
         """
         sizes = self.sizes
         mixed = torch.argsort(noise.bits(torch.tensor(key), len(self.order)), stable=True)
-        mixed = mixed[torch.argsort(self.owners[mixed], stable=True)]  # Client after client.
+        mixed = mixed[torch.argsort(self.owners[mixed], stable=True)]  # Sorted by client.
         rank = torch.arange(len(mixed)) - self.offsets[:-1].repeat_interleave(sizes)
         is_drawn = torch.zeros(len(mixed), dtype=torch.bool)
         is_drawn[mixed[rank < counts.repeat_interleave(sizes)]] = True
-        drawn = Parts.split(self.order[is_drawn], counts)
-        others = Parts.split(self.order[~is_drawn], sizes - counts)
-        return drawn, others
+        drawn_parts = Parts.split(self.order[is_drawn], counts)
+        remaining_parts = Parts.split(self.order[~is_drawn], sizes - counts)
+        return drawn_parts, remaining_parts
 
     def first(self, count: int) -> Parts:
-        """The first so many clients."""
+        """Return the parts of the first `count` clients."""
         return (
             self
             if count >= len(self)
@@ -97,7 +122,7 @@ class Parts(Sequence[Tensor]):
         )
 
     def head(self, count: int) -> Parts:
-        """The first so many samples of every client."""
+        """Return the first `count` samples of every client."""
         sizes = self.sizes
         rank = torch.arange(len(self.order)) - self.offsets[:-1].repeat_interleave(sizes)
         return Parts.split(self.order[rank < count], sizes.clamp(max=count))
@@ -111,7 +136,7 @@ class Parts(Sequence[Tensor]):
     def __getitem__(self, client: slice) -> list[Tensor]: ...
     def __getitem__(self, client: int | slice) -> Tensor | list[Tensor]:
         if isinstance(client, slice):
-            return [self[one] for one in range(*client.indices(len(self)))]
+            return [self[index] for index in range(*client.indices(len(self)))]
         if not -len(self) <= client < len(self):
             raise IndexError(f"client {client} of {len(self)}")
         client %= len(self)
@@ -126,23 +151,33 @@ _WANTED = "a list of positions a client is wanted, such as [[0, 1, 2], [3, 4]], 
 
 
 def _positions(part: Sequence[int] | Array, client: int, count: int | None) -> np.ndarray:
-    """One client's positions, checked; nothing is rounded, and nothing that was not a position becomes one."""
-    given = np.asarray(part.cpu() if isinstance(part, Tensor) else part)
-    if (
-        not given.ndim
-    ):  # before the next is looked at: an owner a sample are as many as there are samples
+    """Return the positions of one client's samples after checking them.
+
+    Values are never rounded or converted to positions.
+
+    Args:
+        part: Positions, or a boolean mask.
+        client: Number of the client, for messages.
+        count: Number of samples in the pool. None: unknown.
+    """
+    array = np.asarray(part.cpu() if isinstance(part, Tensor) else part)
+    # A single number per client usually means a list with the owner of each sample. It is refused
+    # at the first one, because there may be as many as samples.
+    if not array.ndim:
         raise DataError(
-            f"the part of client {client} is {given.item()!r:.40}; {_WANTED} An owner a sample is dealt by "
-            "Pool.of(train, test, clients=owners).deal()."
+            f"the part of client {client} is {array.item()!r:.40}; {_WANTED} An owner a sample is "
+            "dealt by "
+            "Pool.of(train, test, clients=owners).partition()."
         )
-    if given.dtype.kind == "b":
-        if count is not None and given.size != count:
+    if array.dtype.kind == "b":
+        if count is not None and array.size != count:
             raise DataError(
-                f"the mask of client {client} has {given.size} entries; there are {count} samples."
+                f"the mask of client {client} has {array.size} entries; there are {count} samples."
             )
-        return np.flatnonzero(given)
-    if given.size and given.dtype.kind not in "iu":
+        return np.flatnonzero(array)
+    if array.size and array.dtype.kind not in "iu":
         raise DataError(
-            f"the part of client {client} is of {given.dtype}; positions are whole numbers, from 0 on."
+            f"the part of client {client} is of {array.dtype}; positions are whole numbers, from 0 "
+            "on."
         )
-    return given.astype(np.int64, copy=False).reshape(-1)
+    return array.astype(np.int64, copy=False).reshape(-1)

@@ -1,14 +1,14 @@
-"""How a cohort is trained: one client after another, stacked, or on the workers of a cluster."""
+"""Engines, which train a cohort one by one, stacked, or on the workers of a cluster."""
 
-from fedquilt.engines.ray import Ray
+from fedquilt.engines.ray.engine import Ray
 from fedquilt.engines.sequential import Sequential
 from fedquilt.engines.simulation import Simulation
-from fedquilt.engines.vectorised import Vectorised
+from fedquilt.engines.vectorized.engine import Vectorized
 
 ENGINES: dict[str, type[Simulation]] = {
     "sequential": Sequential,
-    "vectorised": Vectorised,
+    "vectorized": Vectorized,
     "ray": Ray,
 }
 
-__all__ = ["ENGINES", "Ray", "Sequential", "Simulation", "Vectorised"]
+__all__ = ["ENGINES", "Ray", "Sequential", "Simulation", "Vectorized"]

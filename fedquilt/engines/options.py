@@ -1,4 +1,4 @@
-"""Options of engines. Each engine takes those that it has."""
+"""Options of engines. Each engine uses only those that apply to it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from dataclasses import dataclass
 
 import torch
 
-from fedquilt.precision import Precision
+from fedquilt.hardware.precision import Precision
 
 CHUNKS = 8
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options that decide where and how clients are trained.
+    """Options that decide on which device and how clients are trained.
 
     Args:
-        device: Where clients are trained, and where the server's state is kept.
-        precision: Precision of products.
-        memory: Bytes that clients which are trained at the same time may take. 0: the engine decides.
-        workers: Workers of a cluster. 0: as many as it has room for.
-        address: Address of a cluster. "": one of this machine's is started.
-        chunks: Number of chunks that a cluster cuts a round's jobs into.
+        device: Device on which clients are trained and the server's state is kept.
+        precision: Precision of matrix products and convolutions.
+        memory: Bytes that clients which are trained at the same time may take. 0: the engine
+            decides.
+        workers: Number of workers of a cluster. 0: as many as it has room for.
+        address: Address of a cluster. "": a cluster is started on this machine.
+        chunks: Number of chunks into which a cluster cuts a round's jobs.
     """
 
     device: torch.device = torch.device("cpu")

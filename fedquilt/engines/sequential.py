@@ -1,4 +1,4 @@
-"""The reference: one client after another, nothing clever."""
+"""Reference engine, which trains one client after another without optimisations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedquilt import noise
-from fedquilt.engines.exams import Exam
+from fedquilt.engines.samples import EvalSamples
 from fedquilt.engines.simulation import Simulation
 from fedquilt.round.budgets import learner_of
 from fedquilt.round.client import (
@@ -28,8 +28,8 @@ from fedquilt.round.client import (
     upload_of,
 )
 from fedquilt.round.engine import Outcome
+from fedquilt.round.evaluate import EvalSpec, Score, mean_statistics
 from fedquilt.round.merge import Fold
-from fedquilt.round.serve import Kind, Score, mean_statistics
 from fedquilt.round.training.augmentation import augmented
 from fedquilt.round.training.batches import batched
 from fedquilt.round.training.learner import Learner
@@ -42,7 +42,10 @@ from fedquilt.terms import Job, Server, Weights
 
 @dataclass
 class Sequential(Simulation):
-    """Trains one client at a time. Every other engine must give its numbers."""
+    """Engine that trains one client at a time.
+
+    Every other engine must give the same numbers.
+    """
 
     def _train(self, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
         family, federation = self.world.family, self.federation
@@ -59,21 +62,23 @@ class Sequential(Simulation):
                 passes = self.run_passes(job, learner, learner.before, start.state, start.received)
                 state, slots, losses = self.train_client(job, learner, start, batches)
                 passes |= self.run_passes(job, learner, learner.after, state, start.received)
-                left = finish(job, learner, start, state, len(batches), passes)
+                method_state = finish(job, learner, start, state, len(batches), passes)
             self.check_finite(job, losses, [state[name] for name in learner.moved(member)])
             if learner.state:
-                check_left(job, learner, member, left)
-                check_state(job, left.tensors)
+                check_left(job, learner, member, method_state)
+                check_state(job, method_state.tensors)
 
-            own = {name: state[name] for name in learner.sent(member)}
-            wanted = learner.upload(member, job.submodel, self.held(job.client.id))
-            narrowed = family.cutter.narrow(own, job.submodel.held, wanted.held)
-            upload = upload_of(federation, job, learner, wanted, narrowed, left)
+            sent_weights = {name: state[name] for name in learner.sent(member)}
+            upload_submodel = learner.upload(member, job.submodel, self.held(job.client.id))
+            narrowed = family.cutter.narrow(sent_weights, job.submodel.held, upload_submodel.held)
+            upload = upload_of(federation, job, learner, upload_submodel, narrowed, method_state)
             delivery = send(federation, job, upload, start.known, memory, self.initial)
 
             steps = steps_behind(memory, learner, len(batches))
-            own_state = kept_state(federation, learner, start.state_slots, start.extras, left)
-            kept = remember(
+            own_state = kept_state(
+                federation, learner, start.state_slots, start.extras, method_state
+            )
+            new_memory = remember(
                 federation,
                 job,
                 learner,
@@ -85,8 +90,8 @@ class Sequential(Simulation):
                 self.initial,
                 own_state,
             )
-            if kept:
-                outcome.memory[job.client.id, job.submodel.scope] = kept
+            if new_memory:
+                outcome.memory[job.client.id, job.submodel.scope] = new_memory
 
             macs = self.macs(job.client.id, learner, member, list(map(len, batches)))
             outcome.charge(job.client.id, start.bytes, delivery.bytes, macs, start.first_bytes)
@@ -95,7 +100,11 @@ class Sequential(Simulation):
             fold.add(update_of(job, learner, delivery.sent, steps, len(batches)))
 
     def _taught(self, job: Job, lesson: Learner, start: Start) -> Start:
-        """Train a client on public samples before it trains on its own, and return what it then starts from."""
+        """Train a client on public samples before it trains on its own.
+
+        Returns:
+            The start of the training on its own samples.
+        """
         public = self.on_public(self.world)
         public.begin(self.federation)
         public.extra_shapes = self.extra_shapes
@@ -107,19 +116,25 @@ class Sequential(Simulation):
     def train_client(
         self, job: Job, learner: Learner, start: Start, batches: Sequence[Tensor]
     ) -> tuple[State, OptimiserState, Tensor]:
-        """Train one client on its batches, given by the positions of their samples.
+        """Train one client on its batches.
+
+        Args:
+            job: Client, round and sub-model.
+            learner: Local training.
+            start: Weights, slots and extras that the client starts from.
+            batches: Positions of the samples of every batch.
 
         Returns:
-            Its weights and optimizer slots, and (step,) the losses.
+            Its weights, its optimizer slots, and the losses (step,).
         """
         member = self.world.family.member(job.submodel)
         state, received = start.state, start.received
         slots = learner.start_slots(state, member) if start.slots is None else start.slots
-        held, losses = self.held(job.client.id).to(self.device), []
+        class_mask, losses = self.held(job.client.id).to(self.device), []
         table = self.teacher_rows(learner, start.extras).table if learner.teacher else None
         with blamed(job, "training"):
             for step, rows in enumerate(batches):
-                batch = self._batch(job, learner, rows, held, step)
+                batch = self._batch(job, learner, rows, class_mask, step)
                 if table is not None:
                     batch = replace(batch, taught=table[rows.to(self.device)])
                 if learner.taught:
@@ -127,15 +142,16 @@ class Sequential(Simulation):
                         batch,
                         taught=teach(learner.teaching_net(member), learner.local, state, batch),
                     )
-                for place, phase in enumerate(learner.phases_at(step)):
-                    grads, (loss, seen) = gradient(
+                rate = learner.rate(step, len(batches))
+                for number, phase in enumerate(learner.phases_at(step)):
+                    grads, (loss, buffers) = gradient(
                         learner, member, phase.objective, state, received, batch
                     )
-                    grads = clipped(grads, learner.local.optimiser.clip)
+                    grads = clipped(grads, learner.local.optimizer.clip)
                     masks = learner.masks(member, phase, self.device)
-                    count = start.steps + learner.moves(step) + place
-                    state, slots = move(learner, phase, state, slots, grads, masks, count)
-                    state = {**state, **seen}
+                    count = start.steps + learner.moves(step) + number
+                    state, slots = move(learner, phase, state, slots, grads, masks, count, rate)
+                    state = {**state, **buffers}
                 losses.append(loss)
         return state, slots, torch.stack(losses) if losses else torch.zeros(0)
 
@@ -147,29 +163,38 @@ class Sequential(Simulation):
         state: State,
         received: Received,
     ) -> dict[str, State]:
-        """Run passes that are not steps for one client.
+        """Run passes that are not training steps for one client.
+
+        Args:
+            job: Client, round and sub-model.
+            learner: Local training.
+            passes: Passes to run.
+            state: Current weights and buffers of the client.
+            received: Weights and slots that the client received.
 
         Returns:
             The result of each, by the name of the pass.
         """
         member = self.world.family.member(job.submodel)
-        found = {}
-        for one in passes:
-            rows = self.pass_batches(job, learner, one)
-            with blamed(job, f"running its pass {one.name!r}"):
+        results = {}
+        for client_pass in passes:
+            rows = self.pass_batches(job, learner, client_pass)
+            with blamed(job, f"running its pass {client_pass.name!r}"):
                 parts = [
                     run_pass(
                         learner,
                         member,
-                        one,
+                        client_pass,
                         state,
                         received,
-                        self._pass_batch(job, learner, one, some, place),
+                        self._pass_batch(job, learner, client_pass, batch_rows, number),
                     )
-                    for place, some in enumerate(rows)
+                    for number, batch_rows in enumerate(rows)
                 ]
-                found[one.name] = one.merged(parts, [len(some) for some in rows])
-        return found
+                results[client_pass.name] = client_pass.merged(
+                    parts, [len(batch_rows) for batch_rows in rows]
+                )
+        return results
 
     def _pass_batch(
         self, job: Job, learner: Learner, one: ClientPass, rows: Tensor, place: int
@@ -189,34 +214,38 @@ class Sequential(Simulation):
         share = torch.tensor(learner.share, dtype=self.world.dtype, device=self.device)
         return Batch(inputs, targets, held, key, share)
 
-    def _evaluate(self, exams: Sequence[Exam], batch_size: int) -> list[Score]:
+    def _evaluate(self, exams: Sequence[EvalSamples], batch_size: int) -> list[Score]:
         task, scores = self.world.task, []
         for exam in exams:
             kind, score = exam.kind(self.method.local.norm), Score(exam.label)
             batches = batched(exam.samples.to(self.device), batch_size)
-            for rows, kept in zip(batches, batched(exam.kept(task), batch_size), strict=True):
+            for rows, mask in zip(batches, batched(exam.kept(task), batch_size), strict=True):
                 with torch.no_grad():
                     inputs, targets = self.samples(kind, rows)
-                    drawn = kind.drawn(self.world.seed, rows, inputs)
-                    logits = kind.logits(self.world, exam.weights, inputs, targets, drawn)
+                    attack_start = kind.drawn(self.world.seed, rows, inputs)
+                    logits = kind.logits(self.world, exam.weights, inputs, targets, attack_start)
                     sums = task.sums(logits, targets, exam.held, exam.absent)
-                here = Score(exam.label, {name: value.cpu() for name, value in sums.items()})
+                batch_score = Score(exam.label, {name: value.cpu() for name, value in sums.items()})
                 if task.collected:
-                    here = replace(here, outputs=logits.cpu()[kept], targets=targets.cpu()[kept])
-                score = score + here
+                    batch_score = replace(
+                        batch_score, outputs=logits.cpu()[mask], targets=targets.cpu()[mask]
+                    )
+                score = score + batch_score
             scores.append(score)
         return scores
 
     def _calibrate(
-        self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]
+        self, nets: Sequence[tuple[EvalSpec, Weights]], batches: list[Tensor]
     ) -> list[dict[str, Tensor]]:
-        found = []
+        statistics = []
         for kind, weights in nets:
             measured = []
             for rows in batches:
                 with torch.no_grad():
                     inputs, targets = self.samples(kind, rows)
-                    drawn = kind.drawn(self.world.seed, rows, inputs)
-                    measured.append(kind.statistics(self.world, weights, inputs, targets, drawn))
-            found.append(mean_statistics(measured, len(measured)))
-        return found
+                    attack_start = kind.drawn(self.world.seed, rows, inputs)
+                    measured.append(
+                        kind.statistics(self.world, weights, inputs, targets, attack_start)
+                    )
+            statistics.append(mean_statistics(measured, len(measured)))
+        return statistics

@@ -1,4 +1,4 @@
-"""Members as plain networks: a copy of a module's structure whose layers are told their new sizes, without data."""
+"""Members as plain networks: copies of a module's structure with other sizes and without data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RULES: dict[type[nn.Module], Rule] = {}
 
 
 def resize(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
-    """Register how a layer reads its sizes off its weights."""
+    """Register a function that sets a layer's size attributes from the shapes of its weights."""
 
     def register(rule: Rule) -> Rule:
         _RULES.update(dict.fromkeys(kinds, rule))
@@ -76,7 +76,8 @@ def _embedding(layer: nn.Embedding | nn.EmbeddingBag) -> None:
 
 @resize(nn.MultiheadAttention)
 def _attention(layer: nn.MultiheadAttention) -> None:
-    # `num_heads` is one of the layout's attributes where heads are cut; the rest follows from the weights.
+    # If heads are cut, the layout has `num_heads` among its attributes. The other sizes follow from
+    # the weights.
     if layer.in_proj_weight is None:
         layer.embed_dim = layer.q_proj_weight.shape[0]
         layer.kdim, layer.vdim = layer.k_proj_weight.shape[1], layer.v_proj_weight.shape[1]
@@ -91,9 +92,8 @@ def _prelu(layer: nn.PReLU) -> None:
 
 
 @resize(nn.RNNBase)
-def _recurrent(
-    layer: Any,
-) -> None:  # its weights are made by name, so its class does not declare them
+def _recurrent(layer: Any) -> None:
+    # `layer` is Any, because the class does not declare its weights.
     layer.input_size = layer.weight_ih_l0.shape[1]
     layer.hidden_size = layer.weight_hh_l0.shape[0] // {"LSTM": 4, "GRU": 3}.get(layer.mode, 1)
     if layer.proj_size:
@@ -108,7 +108,14 @@ def _cell(layer: nn.RNNCellBase) -> None:
 def build(
     module: nn.Module, layout: Layout, widths: Mapping[str, int], variant: str = WHOLE
 ) -> nn.Module:
-    """A plain smaller network of the same classes that runs a variant, its weights empty on the meta device."""
+    """Return a smaller network of the same classes, with empty weights on the meta device.
+
+    Args:
+        module: The traced module, which does not change.
+        layout: Its axes.
+        widths: Sizes of the axes that are cut. Axes that are missing are whole.
+        variant: Variant that the network runs.
+    """
     sizes = {**layout.sizes, **widths}
     if isinstance(module, Variants):
         module = module.holding(variant)
@@ -116,9 +123,9 @@ def build(
     def meta(name: str, tensor: Tensor) -> Tensor:
         first = layout.ties.get(name, name)
         shape = layout.shape(first, sizes) if first in layout.dims else tensor.shape
-        made = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
         return (
-            nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
         )
 
     member = blueprint(module, meta)
@@ -137,58 +144,80 @@ def build(
 
 
 def blueprint(module: nn.Module, make: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """A copy of a module's structure in which `make(name, weight)` stands for each weight; ties stay tied."""
+    """Return a copy of a module's structure with `make(name, weight)` in place of each weight.
+
+    Tied weights stay tied.
+    """
     memo: dict[int, Any] = {}
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
         memo[id(weight)] = make(name, weight)
     for layer in module.modules():
-        # Tensors that are neither parameters nor buffers are constants (or recomputed by hooks): share, do not copy.
-        for held in vars(layer).values():
-            if isinstance(held, Tensor) and id(held) not in memo:
-                memo[id(held)] = held.detach()
+        # Tensors that are neither parameters nor buffers are constants, or recomputed by hooks.
+        # They are shared and not copied.
+        for attribute in vars(layer).values():
+            if isinstance(attribute, Tensor) and id(attribute) not in memo:
+                memo[id(attribute)] = attribute.detach()
     try:
         return copy.deepcopy(module, memo)
     except (TypeError, RuntimeError, NotImplementedError) as error:
         raise TraceError(
-            f"{type(module).__name__} cannot be copied, so no smaller member can be made from it: {error}. "
+            f"{type(module).__name__} cannot be copied, so no smaller member can be made from it: "
+            f"{error}. "
             "Keep locks, generators, open files and the like out of the module's attributes."
         ) from error
 
 
 def _assign(holder: Any, path: list[str], full: int, size: int) -> Any:
-    """Set a number by its path through modules, configurations and tuples; `full` is the size it is made from."""
-    key, *rest = path
+    """Set a number at a path through modules, configurations and tuples.
+
+    Args:
+        holder: Object that the path starts from.
+        path: Names and positions.
+        full: Size of the whole model, which the number was made from.
+        size: Size of the member.
+    """
+    key, *inner_path = path
     if isinstance(holder, (tuple, list)):
         items = list(holder)
         items[int(key)] = (
-            _assign(items[int(key)], rest, full, size)
-            if rest
+            _assign(items[int(key)], inner_path, full, size)
+            if inner_path
             else _rescale(items[int(key)], full, size)
         )
         return type(holder)(items)
-    held = holder if isinstance(holder, dict) else vars(holder)
+    attributes = holder if isinstance(holder, dict) else vars(holder)
     if isinstance(holder, nn.Module) and key in holder._modules:
-        held = holder._modules
-    held[key] = _assign(held[key], rest, full, size) if rest else _rescale(held[key], full, size)
+        attributes = holder._modules
+    attributes[key] = (
+        _assign(attributes[key], inner_path, full, size)
+        if inner_path
+        else _rescale(attributes[key], full, size)
+    )
     return holder
 
 
 def number_at(holder: Any, path: str) -> int | float | None:
-    """Return the number at a path through modules, configurations and tuples, or None if there is none."""
+    """Return the number at a path through modules, configurations and tuples.
+
+    It is None if there is no positive number.
+    """
     for key in path.split("."):
         if isinstance(holder, (tuple, list)):
             holder = holder[int(key)] if key.isdecimal() and int(key) < len(holder) else None
         elif isinstance(holder, nn.Module) and key in holder._modules:
             holder = holder._modules[key]
         else:
-            held = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
-            holder = held.get(key)
+            attributes = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+            holder = attributes.get(key)
     is_number = isinstance(holder, (int, float)) and not isinstance(holder, bool)
     return holder if is_number and holder > 0 else None
 
 
 def _rescale(value: int | float, full: int, size: int) -> int | float:
-    """A number made from a size: the size itself, or a power of it such as an attention scale, d ** -0.5."""
+    """Return a number that was made from a size, for another size.
+
+    The number is the size itself, or a power of it such as an attention scale, d ** -0.5.
+    """
     if isinstance(value, int):
         return size
     return float(size ** (round(2 * math.log(value, full)) / 2))

@@ -1,33 +1,35 @@
-"""What a member costs: counted on tensors without data, where nothing is computed or allocated."""
+"""Costs of members, counted on tensors without data, so that nothing is computed or allocated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedquilt.family.dual import adjustables
-from fedquilt.family.record import SMALL, RunError, record
-from fedquilt.precision import DTYPES, Precision
+from fedquilt.family.recurrent import SHORT, RecurrentCall
+from fedquilt.family.tracing.record import SMALL, RunError, record
+from fedquilt.hardware.precision import DTYPES, Precision
 
 
 @dataclass(frozen=True)
 class Cost:
     """The cost of one member, or of several that a device holds together."""
 
-    macs: int  # multiply-adds of one sample's forward pass
-    params: int  # number of parameters
-    bytes: int  # bytes of the parameters in float32
-    memory: int  # bytes of a training step
-    activations: int  # bytes that one sample's forward pass needs besides them, in float32
+    macs: int  # Multiply-adds of one sample's forward pass
+    params: int  # Number of parameters
+    bytes: int  # Bytes of the parameters in float32
+    memory: int  # Bytes of a training step
+    activations: int  # Bytes that one sample's forward pass needs besides parameters, in float32
 
     @property
     def inference(self) -> int:
@@ -47,7 +49,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """The properties of a client's local step that decide how much memory it needs.
+    """The properties of a client's local step that determine how much memory it needs.
 
     The memory is that of a device which updates its weights in place: weights, gradients, optimizer
     slots, and the activations that the backward pass reads. Workspaces of single operations are not
@@ -57,13 +59,13 @@ class TrainingStep:
         batch_size: Samples per step.
         slots: Tensors per weight besides its gradient: 0 for SGD, 1 for SGD with momentum, 2 for
             Adam. A proximal term needs one more, the weights that were received.
-        precision: Precision of the run. With `bf16` activations take half, and a bf16 copy of the
+        precision: Precision of the run. With `bf16`, activations take half, and a bf16 copy of the
             weights is kept too.
-        passes: Forward passes of the member that one backward pass goes through: 2 with attacked
-            samples beside clean ones.
-        nested: Shares of nested nets whose activations are kept besides. A share that runs twice is
+        passes: Forward passes of the member per backward pass: 2 with attacked samples beside clean
+            ones.
+        nested: Shares of nested nets whose activations are kept as well. A share that runs twice is
             listed twice. Nets that are no narrower than the member are left out.
-        most: How many of `nested` one step runs; the widest count. None: all.
+        most: Number of nets of `nested` that one step runs. The widest ones are counted. None: all.
     """
 
     batch_size: int = 32
@@ -81,23 +83,22 @@ class TrainingStep:
             activations: Bytes that each forward pass of a batch saves, in float32.
         """
         saved = sum(activations)
-        if (
-            self.precision == "bf16"
-        ):  # autocast saves bf16 copies of the weights with the activations
+        # With bf16, autocast saves copies of the weights together with the activations.
+        if self.precision == "bf16":
             saved = (saved + weights) // 2
         return (weights * (2 + self.slots) + saved) * DTYPES[self.precision].itemsize // 4
 
 
 @dataclass(frozen=True)
 class Count:
-    """What was counted of one member and one batch size, in float32."""
+    """Counts for one member and one batch size, in float32."""
 
-    macs: int
+    macs: int  # Multiply-adds of one sample's forward pass
     trained_macs: int  # Multiply-adds whose result depends on a weight that is trained
-    saved: int  # bytes of the activations that the backward pass of a batch reads
+    saved: int  # Bytes of the activations that the backward pass of a batch reads
 
     def __add__(self, other: Count) -> Count:
-        """Add what was counted of another net that is trained at the same time."""
+        """Add the counts of another net that is trained at the same time."""
         return Count(
             self.macs + other.macs, self.trained_macs + other.trained_macs, self.saved + other.saved
         )
@@ -109,15 +110,16 @@ def measure(
     batch_size: int,
     constants: Mapping[str, Tensor],
 ) -> Count:
-    """Count one member's operations, and what a training step on a batch saves.
+    """Count one member's operations, and the bytes that a training step on a batch saves.
 
     Args:
-        module: The member in float32; its weights may be on the meta device.
-        example_inputs: What its forward takes, a batch of any size.
+        module: The member in float32. Its weights may be on the meta device.
+        example_inputs: Inputs of its forward, a batch of any size.
         batch_size: Samples of a training step.
-        constants: Buffers that every member has alike, by name. Its forward may read the small ones in Python.
+        constants: Buffers that are the same in every member, by name. Its forward may read the
+            small ones in Python.
     """
-    count = max(2, batch_size)  # norms over the batch refuse to train on one sample alone
+    count = max(2, batch_size)  # Batch norms refuse to train on a single sample.
     inputs = tuple(_resized(value, count) for value in example_inputs)
 
     def counted(train: bool) -> _Counter:
@@ -127,9 +129,9 @@ def measure(
 
     try:
         counter = counted(train=True)
-    except (
-        RunError
-    ):  # in training it reads data, and there is none here: evaluation has to do, as in tracing
+    except RunError:
+        # In training the module reads data, which is missing here. As in tracing, evaluation is
+        # used instead.
         counter = counted(train=False)
     return Count(
         macs=counter.operations // 2 // count,
@@ -143,8 +145,13 @@ def inference_activations(
 ) -> int:
     """Return the bytes that one sample's forward pass needs at once, besides the parameters.
 
-    A tensor counts from the operation that makes it to the last that reads it. Buffers count
-    throughout. The arguments are those of `measure`.
+    A tensor counts from the operation that makes it to the last one that reads it. Buffers count
+    throughout.
+
+    Args:
+        module: The member in float32. Its weights may be on the meta device.
+        example_inputs: Inputs of its forward, a batch of any size.
+        constants: Buffers that are the same in every member, by name.
     """
 
     def peak(train: bool, count: int) -> int:
@@ -156,13 +163,13 @@ def inference_activations(
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
     try:
         return buffers + peak(train=False, count=1)
-    except (
-        RunError
-    ):  # it refuses one sample alone, or reads data in evaluation: this is an upper bound
+    except RunError:
+        # The module refuses a single sample, or reads data in evaluation. This is an upper bound.
         return buffers + peak(train=True, count=2)
 
 
 def _readable(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the small constants, whose values Python may read, in float32."""
     small = {
         name: value
         for name, value in constants.items()
@@ -172,7 +179,7 @@ def _readable(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _Flops(FlopCounterMode):
-    """torch's counter, which also counts the operations that a backward pass goes through."""
+    """torch's counter, which also counts the operations that a backward pass visits."""
 
     def __init__(self, display: bool) -> None:
         super().__init__(display=display)
@@ -187,75 +194,148 @@ class _Flops(FlopCounterMode):
 
 
 def _moves(leaf: Any) -> bool:
+    """Return True if an argument is a tensor with gradients."""
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
+@dataclass(frozen=True)
+class _Tally:
+    """Operations and saved bytes of a part of a run."""
+
+    operations: int = 0
+    trained: int = 0
+    saved: int = 0
+
+    def __add__(self, other: _Tally) -> _Tally:
+        return _Tally(
+            self.operations + other.operations,
+            self.trained + other.trained,
+            self.saved + other.saved,
+        )
+
+    def __mul__(self, times: int) -> _Tally:
+        return _Tally(self.operations * times, self.trained * times, self.saved * times)
+
+    def __sub__(self, other: _Tally) -> _Tally:
+        return self + other * -1
+
+
+class _Shortener(TorchFunctionMode):
+    """A context that counts recurrent layers on few of their time steps."""
+
+    def __init__(self, counter: _Counter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        layer = RecurrentCall.of(function, args, kwargs)
+        return self._counter.count_layer(layer) if layer else function(*args, **(kwargs or {}))
+
+
 class _Counter(ExitStack):
-    """A follower of a run that counts its operations, and the bytes that autograd saves of it."""
+    """A follower of a run that counts its operations, and the bytes that autograd saves."""
 
     def __init__(self) -> None:
         super().__init__()
         self._flops = _Flops(display=False)
         self._weights: set[int] = set()
         self._saved: dict[int, int] = {}
-        self._alive: list[
-            Any
-        ] = []  # storages, because the address of a freed one may be used again
+        # Storages are kept, because the address of a freed one may be used again.
+        self._alive: list[Any] = []
+        # Counts of time steps that were not run. They are negative for steps that ran too often.
+        self._not_run = _Tally()
 
     @property
     def operations(self) -> int:
-        return self._flops.get_total_flops()
+        return self._flops.get_total_flops() + self._not_run.operations
 
     @property
     def trained_operations(self) -> int:
-        return self._flops.trained
+        return self._flops.trained + self._not_run.trained
 
     @property
     def activations(self) -> int:
-        return sum(self._saved.values())
+        return sum(self._saved.values()) + self._not_run.saved
+
+    def count_layer(self, layer: RecurrentCall) -> tuple[Tensor, ...]:
+        """Count a recurrent layer by two short runs, and return its results.
+
+        Operations and bytes grow linearly with the time steps, so that two runs determine them.
+        """
+        short, long = SHORT
+        first, _ = self._tally(layer, short)
+        second, results = self._tally(layer, long)
+        # Bytes that short runs save are not in `_saved`.
+        counted = replace(first + second, saved=0)
+        self._not_run += first + (second - first) * (layer.num_steps - short) - counted
+        return layer.lengthened(results)
+
+    def _tally(self, layer: RecurrentCall, num_steps: int) -> tuple[_Tally, tuple[Tensor, ...]]:
+        """Count a layer on few time steps. Arguments that it saves count once, and not here."""
+        operations, trained = self._flops.get_total_flops(), self._flops.trained
+        earlier_saved, self._saved = self._saved, {}
+        try:
+            results = layer.run(num_steps)
+        finally:
+            layer_saved, self._saved = self._saved, earlier_saved
+        argument_storages = layer.storages
+        self._saved |= {
+            address: argument_storages[address].nbytes()
+            for address in layer_saved
+            if address in argument_storages
+        }
+        saved = sum(
+            size for address, size in layer_saved.items() if address not in argument_storages
+        )
+        return _Tally(
+            self._flops.get_total_flops() - operations, self._flops.trained - trained, saved
+        ), results
 
     def attach(self, module: nn.Module, value: Callable[[Tensor], Any]) -> None:
+        """Note which memory belongs to weights."""
         self._weights = {p.untyped_storage()._cdata for p in module.parameters()}
         for layer in adjustables(module):
-            layer.robustness = 0.0  # one of two norms, as in use
+            layer.robustness = 0.0  # Only one norm of a dual norm runs, as in deployment.
 
     def __enter__(self) -> _Counter:
         self.enter_context(self._flops)
         self.enter_context(
             torch.autograd.graph.saved_tensors_hooks(self._keep, lambda saved: saved)
         )
+        self.enter_context(_Shortener(self))
         return self
 
     def _keep(self, tensor: Tensor) -> None:
-        # No backward pass follows. Returning the tensor would make an operation's output hold itself.
+        # No backward pass follows. If the tensor was returned, an operation's output would keep
+        # itself alive.
         storage = tensor.untyped_storage()
-        if (
-            storage._cdata not in self._weights
-        ):  # a weight's view, such as its transpose, is no activation
+        # A view of a weight, such as its transpose, is no activation.
+        if storage._cdata not in self._weights:
             self._saved[storage._cdata] = storage.nbytes()
             self._alive.append(storage)
 
 
 class _Spans(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A follower of a run that notes by which operations each tensor is made, and read last."""
+    """A follower of a run that notes which operations make each tensor, and read it last."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._own: set[int] = set()
-        self._spans: dict[
-            int, tuple[int, int, int]
-        ] = {}  # storage → bytes, first operation, last operation
-        self._alive: list[
-            Any
-        ] = []  # storages, because the address of a freed one may be used again
+        # Bytes, first operation and last operation, by storage
+        self._spans: dict[int, tuple[int, int, int]] = {}
+        # Storages are kept, because the address of a freed one may be used again.
+        self._alive: list[Any] = []
         self._now = 0
 
     def attach(self, module: nn.Module, value: Callable[[Tensor], Any]) -> None:
+        """Note which memory belongs to weights and buffers."""
         self._own = {
-            one.untyped_storage()._cdata for one in (*module.parameters(), *module.buffers())
+            tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())
         }
         for layer in adjustables(module):
-            layer.robustness = 0.0  # one of two norms, as in use
+            layer.robustness = 0.0  # Only one norm of a dual norm runs, as in deployment.
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -274,7 +354,7 @@ class _Spans(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def peak(self) -> int:
-        """Return the bytes of the tensors that are needed at once, at most."""
+        """Return the largest number of bytes that are needed at once."""
         change = [0] * (self._now + 2)
         for size, first, last in self._spans.values():
             change[first] += size
@@ -283,16 +363,17 @@ class _Spans(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _resized(value: Any, batch_size: int) -> Any:
+    """Return an input without data for a batch of another size."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty((batch_size, *value.shape[1:]), dtype=_float32(value.dtype), device="meta")
 
 
 def float32_size(value: Tensor) -> int:
-    """Return the bytes of one entry if a tensor's real numbers are in float32."""
+    """Return the bytes of one entry of a tensor, with real numbers in float32."""
     return _float32(value.dtype).itemsize
 
 
 def _float32(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 for a type of real numbers: a run casts them, whatever the module has."""
+    """Return float32 for a type of real numbers, because a run casts all of them to float32."""
     return torch.float32 if dtype.is_floating_point else dtype

@@ -1,8 +1,9 @@
-"""Norms that can be told how robust a net shall be, when it is used and not when it is trained.
+"""Norms whose robustness is chosen when a net is used, and not when it is trained.
 
-A `DualNorm` is two norms, one for clean samples and one for noised ones, and mixes what they give (Split-Mix, section
-4.3; the norms are those of Xie & Yuille 2020). A `ConditionedNorm` is one norm followed by a scale and a shift that a
-small net makes of the number asked for (OAT, Wang et al. 2020).
+A `DualNorm` has two norms, one for clean samples and one for noised ones, and mixes their outputs
+(Split-Mix, section 4.3; the norms are those of Xie & Yuille 2020). A `ConditionedNorm` is one norm
+followed by a scale and a shift. A small net computes both from the requested robustness (OAT, Wang
+et al. 2020).
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from fedquilt.errors import ConfigError
 
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-HOW_TO = "Train the dual model: fq.trace(fq.dual(module), …) in Python, --set model.dual=true on the command line."
+HOW_TO = (
+    "Train the dual model: fq.trace(fq.dual(module), …) in Python, --set model.dual=true on "
+    "the command line."
+)
 HOW_TO_CONDITION = (
-    "Train the conditioned model: fq.trace(fq.conditioned(module), …) in Python, --set model.conditioned=true on the "
+    "Train the conditioned model: fq.trace(fq.conditioned(module), …) in Python, --set "
+    "model.conditioned=true on the "
     "command line."
 )
 
 
 class Adjustable(nn.Module):
-    """A layer that looks at λ, its `robustness`: a number for all samples, or one for each of the batch."""
+    """A layer that depends on λ, its `robustness`: one number, or one for each sample."""
 
     robustness: float | Tensor
 
@@ -40,7 +45,10 @@ class Adjustable(nn.Module):
 
     @property
     def eps(self) -> float:
-        """torch's fused transformer layers compare it before they reach for one norm's weights: nan keeps them off."""
+        """Return nan, which keeps torch's fused transformer layers off.
+
+        They compare it before they read the weights of a single norm.
+        """
         return float("nan")
 
     def extra_repr(self) -> str:
@@ -48,7 +56,7 @@ class Adjustable(nn.Module):
 
 
 class DualNorm(Adjustable):
-    """DBN (equation 2): (1 − λ)·clean(x) + λ·noised(x); at 0 and 1 only the one norm runs."""
+    """DBN (equation 2): (1 − λ)·clean(x) + λ·noised(x). At 0 and 1 only one norm runs."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -67,9 +75,10 @@ class DualNorm(Adjustable):
 
 
 class ConditionedNorm(Adjustable):
-    """FiLM after a norm: (1 + scale(λ))·norm(x) + shift(λ), both by a net of two layers that starts at zero.
+    """FiLM after a norm: (1 + scale(λ))·norm(x) + shift(λ).
 
-    λ is read as cos(π·k·λ) for the first `codes` whole numbers k, the discrete cosine code.
+    Scale and shift are nets of two layers, whose outputs start at zero. Their input is cos(π·k·λ)
+    for the first `codes` whole numbers k, the discrete cosine code.
     """
 
     def __init__(self, norm: nn.Module, codes: int) -> None:
@@ -77,41 +86,46 @@ class ConditionedNorm(Adjustable):
         weight = next(iter((*norm.parameters(), *norm.buffers())))
         if weight.dim() != 1:
             raise ConfigError(
-                f"a conditioned norm was asked for; {type(norm).__name__} normalises {weight.dim()} dimensions at "
+                f"a conditioned norm was asked for; {type(norm).__name__} normalizes "
+                f"{weight.dim()} dimensions at "
                 "once. Norms over channels fit."
             )
         self.norm, self.codes = norm, codes
-        self.last = isinstance(norm, (nn.LayerNorm, nn.RMSNorm))  # where the channels are
+        # True: channels are in the last dimension
+        self.last = isinstance(norm, (nn.LayerNorm, nn.RMSNorm))
         self.scale, self.shift = (_perceptron(codes, len(weight)) for _ in range(2))
 
     def forward(self, input: Tensor) -> Tensor:
-        chosen = self.robustness
-        one_each = (
-            chosen
-            if isinstance(chosen, Tensor)
-            else torch.full((1,), chosen, dtype=input.dtype, device=input.device)
+        robustness = self.robustness
+        levels = (
+            robustness
+            if isinstance(robustness, Tensor)
+            else torch.full((1,), robustness, dtype=input.dtype, device=input.device)
         )
         harmonics = torch.arange(self.codes, dtype=input.dtype, device=input.device)
-        code = torch.cos(math.pi * one_each.unsqueeze(1) * harmonics)  # (sample or 1, code)
+        code = torch.cos(math.pi * levels.unsqueeze(1) * harmonics)  # (sample or 1, code)
         between = (1,) * (input.dim() - 2)
         scale, shift = (
-            found.reshape(len(code), *between, -1)
+            film.reshape(len(code), *between, -1)
             if self.last
-            else found.reshape(len(code), -1, *between)
-            for found in (self.scale(code), self.shift(code))
+            else film.reshape(len(code), -1, *between)
+            for film in (self.scale(code), self.shift(code))
         )
-        made: Tensor = (1 + scale) * self.norm(input) + shift
-        return made
+        output: Tensor = (1 + scale) * self.norm(input) + shift
+        return output
 
 
 def _perceptron(codes: int, channels: int) -> nn.Sequential:
-    made = nn.Sequential(nn.Linear(codes, channels), nn.LeakyReLU(), nn.Linear(channels, channels))
-    for value in made[2].parameters():
+    """Return a net of two layers whose outputs start at zero."""
+    layers = nn.Sequential(
+        nn.Linear(codes, channels), nn.LeakyReLU(), nn.Linear(channels, channels)
+    )
+    for value in layers[2].parameters():
         nn.init.zeros_(value)
-    return made
+    return layers
 
 
-# --- modules made of them -----------------------------------------------------------------------------------------
+# --- modules made of them -----------------------------------------------------------------------
 
 
 @overload
@@ -119,9 +133,10 @@ def dual(module: nn.Module) -> nn.Module: ...
 @overload
 def dual(module: Callable[[], nn.Module]) -> Callable[[], nn.Module]: ...
 def dual(module: nn.Module | Callable[[], nn.Module]) -> nn.Module | Callable[[], nn.Module]:
-    """A copy of a module in which every norm is a `DualNorm` whose two norms start equal; or of what a function makes.
+    """Return a copy of a module in which every norm is a `DualNorm`, whose two norms start equal.
 
-    It computes what the module did, and goes through `fq.trace` as any other.
+    If a function that makes a module is given, a function is returned. The copy computes what the
+    module does, and can be traced by `fq.trace`.
     """
     if not isinstance(module, nn.Module):
         return partial(_made, module, DualNorm)
@@ -135,9 +150,14 @@ def conditioned(module: Callable[[], nn.Module], codes: int = ...) -> Callable[[
 def conditioned(
     module: nn.Module | Callable[[], nn.Module], codes: int = 128
 ) -> nn.Module | Callable[[], nn.Module]:
-    """A copy of a module in which every norm is a `ConditionedNorm`; or of what a function makes.
+    """Return a copy of a module in which every norm is a `ConditionedNorm`.
 
-    It computes what the module did until it is trained, and goes through `fq.trace` as any other.
+    If a function that makes a module is given, a function is returned. Until it is trained, the
+    copy computes what the module does. It can be traced by `fq.trace`.
+
+    Args:
+        module: The module, or a function that makes one.
+        codes: Length of the cosine code of λ.
     """
     make = partial(ConditionedNorm, codes=codes)
     return _with(module, make) if isinstance(module, nn.Module) else partial(_made, module, make)
@@ -148,59 +168,66 @@ def _made(factory: Callable[[], nn.Module], make: Callable[[nn.Module], Adjustab
 
 
 def _with(module: nn.Module, make: Callable[[nn.Module], Adjustable]) -> nn.Module:
-    """A copy with another layer in place of every norm."""
+    """Return a copy of a module with another layer in place of every norm."""
     copied = copy.deepcopy(module)
     if _adjusts(copied):
         return make(copied)
-    found: dict[nn.Module, Adjustable] = {}  # a norm that stands in two places is one layer there
+    replacements: dict[nn.Module, Adjustable] = {}  # A norm with two names stays one layer.
     for layer in list(copied.modules()):
         if isinstance(layer, Adjustable):
             continue
         for name, inner in layer._modules.items():  # unlike named_children, all names of a layer
             if inner is not None and _adjusts(inner):
-                found[inner] = layer._modules[name] = found.get(inner) or make(inner)
+                replacements[inner] = layer._modules[name] = replacements.get(inner) or make(inner)
     if not is_adjustable(copied):
         raise ConfigError(
-            f"norms to adjust were asked for in {type(module).__name__}; it has no norm layer with weights or "
+            f"norms to adjust were asked for in {type(module).__name__}; it has no norm layer with "
+            "weights or "
             "statistics. Batch, group, layer, instance and RMS norms fit."
         )
     return copied
 
 
 def _adjusts(layer: nn.Module) -> bool:
-    """Whether two of a layer could differ."""
+    """Return True if a layer is a norm with weights or statistics."""
     if not isinstance(layer, NORMS) or isinstance(layer, LazyModuleMixin):
         return False
     return any(True for _ in (*layer.parameters(), *layer.buffers()))
 
 
-# --- which of them a net uses -------------------------------------------------------------------------------------
+# --- which of them a net uses -------------------------------------------------------------------
 
 
 def adjustables(module: nn.Module) -> Iterator[Adjustable]:
-    """The layers in a module that look at λ."""
+    """Return the layers of a module that depend on λ."""
     return (layer for layer in module.modules() if isinstance(layer, Adjustable))
 
 
 def is_adjustable(module: nn.Module, kind: type[Adjustable] = Adjustable) -> bool:
+    """Return True if a module has adjustable layers of a kind."""
     return any(isinstance(layer, kind) for layer in adjustables(module))
 
 
 def set_robustness(module: nn.Module, robustness: float) -> nn.Module:
-    """Choose λ for all that a module computes from now on: 0 is the clean net, 1 the noised one. Nothing is rebuilt."""
+    """Set λ for all later forward passes of a module: 0 is the clean net, 1 the noised one.
+
+    The module is changed in place, and returned.
+    """
     if not isinstance(robustness, Real) or not 0 <= robustness <= 1:
-        what = (
+        shown = (
             f"a tensor {tuple(robustness.shape)}"
             if isinstance(robustness, Tensor)
             else repr(robustness)
         )
         raise ConfigError(
-            f"a robustness of {what} was asked for; it must lie in [0, 1]: one number for all samples, since one for "
+            f"a robustness of {shown} was asked for; it must lie in [0, 1]: one number for all "
+            "samples, since one for "
             "each is not supported here."
         )
     if not is_adjustable(module):
         raise ConfigError(
-            f"a robustness of {robustness:g} was asked for; {type(module).__name__} has no dual norms to choose "
+            f"a robustness of {robustness:g} was asked for; {type(module).__name__} has no dual "
+            "norms to choose "
             f"between. {HOW_TO}"
         )
     for layer in adjustables(module):

@@ -1,4 +1,4 @@
-"""Several nets as one: the mean of their logits."""
+"""Ensembles: several nets as one, with the mean of their logits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 
 class Ensemble(nn.Module):
-    """Answers with the mean of its nets' logits; a plain module otherwise."""
+    """A plain module that returns the mean of its nets' logits."""
 
     def __init__(self, nets: Iterable[nn.Module]) -> None:
         super().__init__()
         self.nets = nn.ModuleList(nets)
 
     def forward(self, *inputs: Any) -> Tensor:
-        # Copies: a net may begin with an operation in place, and the next one gets the same samples.
+        # Inputs are copied, because a net may begin with an in-place operation.
         return torch.stack([net(*map(torch.clone, inputs)) for net in self.nets]).mean(0)

@@ -1,14 +1,13 @@
 """A check that a member's net, which clients train, computes what the member's module does.
 
-A `Net` runs norms, pooling, attention and random functions by code of its own. All engines share
-it, so that comparing engines cannot show a mistake in it. Here a net is compared with the plain
-module that `deploy` hands out.
+A `Net` runs norms, pooling, attention and random functions by its own code. All engines share it,
+so that comparing engines cannot reveal a mistake in it. Here a net is compared with the plain
+module that `deploy` returns.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,38 +22,38 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedquilt import noise
 from fedquilt.errors import FedquiltError, TraceError, first_line
+from fedquilt.errors.faults import is_out_of_memory
 from fedquilt.family.dual import set_robustness
-from fedquilt.family.net import Drawn, Pass
-from fedquilt.faults import is_out_of_memory
+from fedquilt.family.net import Pass, SeededRandomness
 from fedquilt.terms import Weights
 
 if TYPE_CHECKING:
     from fedquilt.family.member import Member
 
-# Precisions to compare in, and the largest difference that counts as rounding, as a part of the
-# largest value. float32 is fast, and where it agrees that is enough. Else float64 decides. Its
-# bound is wide because some modules compute in float32 in between (softmax, mean squares). A module
-# that does not run in float64 is compared in float32 again, with the bound that deep nets need.
+# Precisions to compare in, and the largest difference that counts as rounding, relative to the
+# largest value. float32 is fast, and if it agrees, that is enough. If not, float64 decides. Its
+# bound is wide because some modules compute parts in float32 (softmax, mean squares). A module that
+# does not run in float64 is compared in float32 again, with the bound that deep nets need.
 ATTEMPTS = ((torch.float32, 1e-4), (torch.float64, 1e-5), (torch.float32, 1e-3))
-BATCH_SIZE = 4  # samples; with two, a norm over the batch would leave little more than signs
+BATCH_SIZE = 4  # Samples. With two, a batch norm would leave little more than signs.
 KEY = torch.tensor(noise.key(61))
 OUTPUTS = "its outputs"
 REMEDY = (
     "Let a norm layer of your own call super().forward or F.batch_norm, leave norm layers in "
     "training mode while the module trains, and draw random numbers by torch's functions."
 )
-_log = logging.getLogger(__name__)
 
 
 def check_net(member: Member, modes: Sequence[Pass]) -> None:
     """Refuse a member whose net computes something else than its module.
 
     Both get the same weights, samples and random numbers. If the module itself fails, nothing can
-    be compared, and a warning says so.
+    be compared. Then a warning is logged, once for all members of a family that fail in the same
+    way.
 
     Args:
         member: The member.
-        modes: How the net runs: in training or not, on which norm statistics. The scaler is off.
+        modes: Passes to compare, in training or not, on certain norm statistics. The scaler is off.
 
     Raises:
         TraceError: They differ by more than rounding, or the net fails where the module does not.
@@ -69,6 +68,7 @@ def check_net(member: Member, modes: Sequence[Pass]) -> None:
 
 
 def _check(member: Member, mode: Pass, weights: Weights) -> None:
+    """Compare a member's net and module in one mode."""
     refusal: TraceError | None = None
     failure: Exception | None = None
     for dtype, tolerance in ATTEMPTS:
@@ -79,7 +79,7 @@ def _check(member: Member, mode: Pass, weights: Weights) -> None:
             expected = pair.run_module()
         except FedquiltError:
             raise
-        except Exception as error:  # a forward may be anybody's
+        except Exception as error:  # A user's forward may raise anything.
             if is_out_of_memory(error):
                 raise
             failure = error
@@ -94,22 +94,23 @@ def _check(member: Member, mode: Pass, weights: Weights) -> None:
     assert failure is not None
     try:
         pair.run_net()
-    except FedquiltError:  # it says what to do, better before a run than in its midst
+    except FedquiltError:  # It says what to do, and is better raised before a run.
         raise
     except Exception:
         pass
-    told = "%s was not compared with what clients train in its place, since it fails: %s"
-    _log.warning(told, pair.title, first_line(failure))
+    reason = first_line(failure)
+    message = "%s was not compared with what clients train in its place, since it fails: %s"
+    member.family.once.warning(reason, message, pair.title, reason, kind=mode)
 
 
 def _compare(pair: _Pair, expected: Mapping[str, Tensor], tolerance: float) -> TraceError | None:
-    """Return a refusal if a net fails or differs from its module, else None."""
+    """Return an error if a net fails or differs from its module, else None."""
     if not expected[OUTPUTS].isfinite().any():
-        told = "%s was not compared with what clients train in its place: no output is finite"
-        _log.warning(told, pair.title)
+        message = "%s was not compared with what clients train in its place: no output is finite"
+        pair.member.family.once.warning("", message, pair.title, kind=pair.mode)
         return None
     try:
-        found = pair.run_net()
+        results = pair.run_net()
     except FedquiltError:
         raise
     except Exception as error:
@@ -122,7 +123,7 @@ def _compare(pair: _Pair, expected: Mapping[str, Tensor], tolerance: float) -> T
         refusal.__cause__ = error
         return refusal
     for name, value in expected.items():
-        difference = _difference(found[name], value)
+        difference = _difference(results[name], value)
         scale = _largest(value)
         if not difference <= tolerance * max(scale, 1e-6):
             return TraceError(
@@ -135,7 +136,7 @@ def _compare(pair: _Pair, expected: Mapping[str, Tensor], tolerance: float) -> T
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference, or infinity if shapes or the places of finite values differ."""
+    """Return the largest difference. It is infinite if shapes or non-finite entries differ."""
     if one.shape != other.shape or not torch.equal(one.isfinite(), other.isfinite()):
         return float("inf")
     return _largest(one - other)
@@ -158,23 +159,25 @@ class _Pair:
 
     @property
     def title(self) -> str:
-        """The member and how it runs, as the subject of a sentence."""
+        """Return a phrase that names the member and its mode, for the start of a message."""
         family, mode = self.member.family, self.mode
-        whole = family.member(family.whole)
-        kept = f"with {self.member.count:,} of {whole.count:,} parameters"
-        member = "whole" if self.member.arch == whole.arch else kept
-        how = "training" if mode.train else "evaluation"
+        whole_member = family.member(family.whole)
+        size = f"with {self.member.count:,} of {whole_member.count:,} parameters"
+        member = "whole" if self.member.arch == whole_member.arch else size
+        phase = "training" if mode.train else "evaluation"
         norms = f", norm statistics: {mode.statistics}" if self.member.statistics else ""
         robustness = f", robustness {mode.robustness:g}" if family.adjustable else ""
-        return f"{family.title}, {member}, in {how}{norms}{robustness},"
+        return f"{family.title}, {member}, in {phase}{norms}{robustness},"
 
     def run_module(self, watch: _Watch | None = None) -> dict[str, Tensor]:
-        """Run the module on random numbers that are drawn as the net's are."""
+        """Run the module with the random numbers that the net draws."""
         mode, member, family = self.mode, self.member, self.member.family
-        # Only buffers are copied, because a forward may write into them. Weights are shared.
-        own = {name: self.weights[name].clone() for name in (*member.statistics, *member.carried)}
-        weights = {**self.weights, **own}
-        # Weights of a union's nets keep the names that they have in the union, as the net's have them.
+        # Only buffers are copied, because a forward may write to them. Weights are shared.
+        buffers = {
+            name: self.weights[name].clone() for name in (*member.statistics, *member.carried)
+        }
+        weights = {**self.weights, **buffers}
+        # Weights of a union's nets keep the names that they have in the union.
         extract = not family.layout.nets
         module = family.assemble(member.prefix, weights, shared=True, extract=extract).train(
             mode.train
@@ -189,8 +192,11 @@ class _Pair:
             return {OUTPUTS: answer(module, (self.inputs,))}
         with _TorchsOwn(KEY):
             outputs = answer(module, (self.inputs,))
-        after = dict(module.named_buffers()) if mode.statistics == "track" else {}
-        return {OUTPUTS: outputs, **{name: after[name] for name in member.statistics if after}}
+        new_buffers = dict(module.named_buffers()) if mode.statistics == "track" else {}
+        return {
+            OUTPUTS: outputs,
+            **{name: new_buffers[name] for name in member.statistics if new_buffers},
+        }
 
     def run_net(self, watch: _Watch | None = None) -> dict[str, Tensor]:
         """Run the net as engines do, without statistics where the norm policy stores none."""
@@ -213,14 +219,14 @@ class _Pair:
                 handle.remove()
 
     def first_difference(self, tolerance: float) -> str:
-        """Name the first layer whose outputs differ, the innermost one."""
-        ours, theirs = _Watch(), _Watch()
-        self.run_module(theirs)
-        self.run_net(ours)
-        for layer, value in theirs.outputs.items():
-            other = ours.outputs.get(layer)
+        """Name the first layer whose outputs differ. Inner layers come before outer ones."""
+        net_watch, module_watch = _Watch(), _Watch()
+        self.run_module(module_watch)
+        self.run_net(net_watch)
+        for layer, value in module_watch.outputs.items():
+            net_value = net_watch.outputs.get(layer)
             allowed = tolerance * max(_largest(value), 1e-6)
-            if other is not None and not _difference(other, value) <= allowed:
+            if net_value is not None and not _difference(net_value, value) <= allowed:
                 return f" (the first layer that differs is {layer})"
         return ""
 
@@ -232,6 +238,7 @@ class _Watch:
         self.outputs: dict[str, Tensor] = {}
 
     def attach(self, module: nn.Module) -> list[Any]:
+        """Keep the outputs of all layers of a module from now on, and return the hooks."""
         return [
             layer.register_forward_hook(partial(self._keep, f"{name!r}, a {type(layer).__name__}"))
             for name, layer in module.named_modules()
@@ -243,8 +250,8 @@ class _Watch:
             self.outputs.setdefault(title, outputs.clone())
 
 
-class _TorchsOwn(Drawn):
-    """A context in which random numbers are drawn as a net's are, and all else is torch's own."""
+class _TorchsOwn(SeededRandomness):
+    """A context in which random numbers are drawn as in a net, and all else is torch's own."""
 
     def __torch_function__(
         self,
@@ -255,14 +262,16 @@ class _TorchsOwn(Drawn):
     ) -> Any:
         kwargs = kwargs or {}
         attention = func is F.scaled_dot_product_attention
-        still = attention and not (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
-        if still or func is F.adaptive_avg_pool2d:
+        without_dropout = attention and not (
+            args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+        )
+        if without_dropout or func is F.adaptive_avg_pool2d:
             return func(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
 
 def forget_statistics(module: nn.Module) -> None:
-    """Make norms normalise by the batch in evaluation too, as those of torch that track nothing."""
+    """Make norms use the statistics of the batch in evaluation too."""
     for layer in module.modules():
         if isinstance(layer, _NormBase):
             layer.running_mean = layer.running_var = layer.num_batches_tracked = None
@@ -273,40 +282,44 @@ def forget_statistics(module: nn.Module) -> None:
 
 
 def plain(value: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a tensor on the CPU, and in a type if it holds real numbers."""
+    """Return a tensor on the CPU. Real numbers are converted to `dtype`."""
     return value.cpu().to(dtype) if value.is_floating_point() else value.cpu()
 
 
 def shaken(value: Tensor) -> Tensor:
-    """Return a weight with its entries moved by up to a half of themselves, and zeros by up to 0.1.
+    """Return a weight whose entries are changed by up to half their size, and zeros by up to 0.1.
 
-    Layers that start as zero or one would hide what comes before them, or what they do themselves.
+    Layers that start as zero or one would hide a mistake in them or in the layers before.
     """
     if not value.is_floating_point():
         return value
-    drawn = torch.rand(min(value.numel(), 9973), generator=torch.Generator().manual_seed(0)) - 0.5
-    repeats = -(-value.numel() // max(1, len(drawn)))  # a draw for each of many weights takes long
-    drawn = drawn.repeat(repeats)[: value.numel()].reshape(value.shape).to(value)
-    return value + torch.where(value == 0, 0.2, value) * drawn
+    offsets = torch.rand(min(value.numel(), 9973), generator=torch.Generator().manual_seed(0)) - 0.5
+    # Drawing a number for each entry takes long.
+    repeats = -(-value.numel() // max(1, len(offsets)))
+    offsets = offsets.repeat(repeats)[: value.numel()].reshape(value.shape).to(value)
+    return value + torch.where(value == 0, 0.2, value) * offsets
 
 
 def samples(example: Tensor) -> Tensor:
-    """Return a few samples like the example's, of which no two are alike."""
+    """Return a few samples like the example's, of which no two are equal."""
     rows = example.detach()[torch.arange(BATCH_SIZE) % len(example)]
     if example.is_floating_point():
         rows = rows.nan_to_num()
         generator = torch.Generator().manual_seed(0)
         return rows + torch.rand(rows.shape, generator=generator).to(rows)
-    # Half a number is in the range of its column, which a number of another column may exceed.
+    # Columns may have different ranges. Half of a number is always in the range of its column.
     return torch.cat([rows[:-2], unlike(rows[:1])[0], rows[-1:] // 2])
 
 
 def unlike(sample: Tensor) -> list[Tensor]:
-    """Return samples on either side of one. Tokens become 0 and 1, which most vocabularies have."""
+    """Return samples that are larger and smaller than one. Tokens become 0 and 1.
+
+    Most vocabularies have the tokens 0 and 1.
+    """
     if not sample.is_floating_point():
         return [1 - sample.clamp(0, 1)]
-    away = noise.uniform(torch.tensor(0), sample.shape, sample.dtype)
-    return [sample + away, sample - away]
+    offsets = noise.uniform(torch.tensor(0), sample.shape, sample.dtype)
+    return [sample + offsets, sample - offsets]
 
 
 def answer(module: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tensor:

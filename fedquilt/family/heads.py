@@ -1,4 +1,7 @@
-"""Temporary heads of training stages (ProgFed, equation 2), made to fit features and the model's output."""
+"""Temporary heads of training stages (ProgFed, equation 2).
+
+A head fits the shape of the features and of the model's output.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 
 from fedquilt.errors import TraceError
 
-Kind = Literal["flat", "pooled", "mean", "dense", "tokens"]
+EvalSpec = Literal["flat", "pooled", "mean", "dense", "tokens"]
 POOLS: dict[int, type[nn.Module]] = {
     1: nn.AdaptiveAvgPool1d,
     2: nn.AdaptiveAvgPool2d,
@@ -24,7 +27,7 @@ CONVS: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {
 
 
 class MeanOver(nn.Module):
-    """Mean over some dimensions, such as the tokens of a sequence."""
+    """A mean over some dimensions, such as the tokens of a sequence."""
 
     def __init__(self, dims: tuple[int, ...]) -> None:
         super().__init__()
@@ -42,16 +45,17 @@ class Head:
     """The plan of a temporary head, from which any number of heads can be made.
 
     Args:
-        kind: "flat" is linear, "pooled" and "mean" take the mean over positions first, "tokens" is
-            linear at each position, "dense" is a 1×1 convolution and upsampling.
+        kind: "flat" is linear. "pooled" and "mean" take the mean over positions first. "tokens" is
+            linear at each position. "dense" is a 1×1 convolution and upsampling.
         in_features: Channels of the features.
         num_outputs: Size of the output's class dimension.
         dims: Dimensions of the features that are positions.
         scale: Factors by which "dense" upsamples, if they are whole numbers.
-        size: Positions of the output that "dense" upsamples to, where they are not.
+        size: Positions of the output that "dense" upsamples to, if the factors are no whole
+            numbers.
     """
 
-    kind: Kind
+    kind: EvalSpec
     in_features: int
     num_outputs: int
     dims: tuple[int, ...] = ()
@@ -84,10 +88,10 @@ def fit_head(
 
     Args:
         features: Shape of the features, (batch, …).
-        channel_dim: Dimension of the features that the channels are in.
+        channel_dim: Dimension of the features that has the channels.
         output: Shape of the model's output, (batch, …).
-        class_dim: Dimension of the output that the classes are in.
-        where: What ends the stage, for messages.
+        class_dim: Dimension of the output that has the classes.
+        where: Name of the module that ends the stage, for messages.
 
     Raises:
         TraceError: No kind of head gives this output.
@@ -108,10 +112,14 @@ def fit_head(
         if channel_dim == 1 and class_dim == 1 and len(positions) in CONVS:
             return _dense(in_features, num_outputs, positions, features[2:], output[2:])
     raise TraceError(
-        f"a temporary head was asked for that turns the output of {where}, of shape {features} with the channels in "
-        f"dimension {channel_dim}, into the model's output, of shape {output} with the classes in dimension "
-        f"{class_dim}; none can be made. Heads give (batch, class) from any features, (batch, length, class) from "
-        "(batch, length, channel), and (batch, class, *size) from (batch, channel, *size). End the stage where the "
+        f"a temporary head was asked for that turns the output of {where}, of shape {features} "
+        "with the channels in "
+        f"dimension {channel_dim}, into the model's output, of shape {output} with the classes in "
+        "dimension "
+        f"{class_dim}; none can be made. Heads give (batch, class) from any features, (batch, "
+        "length, class) from "
+        "(batch, length, channel), and (batch, class, *size) from (batch, channel, *size). End the "
+        "stage where the "
         "features have such a shape, or let the module run its stages itself (`forward_stage`)."
     )
 
@@ -123,7 +131,8 @@ def _dense(
     size: tuple[int, ...],
     wanted: tuple[int, ...],
 ) -> Head:
-    # Factors, and not sizes, let the head run on samples of other sizes than the example's.
+    """Plan a head that returns logits at each position."""
+    # With factors instead of sizes, the head runs on samples of other sizes than the example's.
     if all(goal % side == 0 for side, goal in zip(size, wanted, strict=True)):
         scale = tuple(goal // side for side, goal in zip(size, wanted, strict=True))
         return Head("dense", in_features, num_outputs, positions, scale)

@@ -1,4 +1,4 @@
-"""What tracing finds out about a module, as plain values that can be written to JSON and read on another machine."""
+"""Layouts: the results of tracing, as plain values that can be written to JSON."""
 
 from __future__ import annotations
 
@@ -23,63 +23,62 @@ from fedquilt.axes import (
 from fedquilt.checks import whole
 from fedquilt.errors import FormatError, SubmodelError
 from fedquilt.family.variants import joined, members_of
-from fedquilt.tensor_files import MAX_DIMS, bounded_json
+from fedquilt.storage.tensor_files import MAX_DIMS, bounded_json
 from fedquilt.terms import WHOLE
 
 CLASS = "class"  # Axis of the classes, which all nets of a union share
-MAX_DEPTH = 4  # Levels of JSON in a layout
-MAX_AXIS_SIZE = 2**24  # Channels of an axis in a layout from outside
-MAX_PARENTHESES = 100  # In the dimensions of one weight
+MAX_DEPTH = 4  # Levels of nested JSON in a layout
+MAX_AXIS_SIZE = 2**24  # Channels of an axis in a layout that was received
+MAX_PARENTHESES = 100  # Parentheses in the dimensions of one weight
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The axes of a module and where each of its weights carries them."""
+    """The axes of a module, and the dimensions of its weights as expressions of axes."""
 
     axes: Mapping[str, Axis]
-    dims: Mapping[
-        str, Dims
-    ]  # every parameter and buffer, by its first name: its dimensions as expressions of axes
-    ties: Mapping[str, str] = field(
-        default_factory=dict
-    )  # a tied weight's other names → its first name
-    attributes: Mapping[str, Expr] = field(
-        default_factory=dict
-    )  # "blocks.0.attn.head_dim" → the size it holds
-    parts: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # "norm", and the user's own → weight names
-    variants: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # Weights of each variant; {}: WHOLE alone
-    class_dim: int = 1  # which dimension of the output are the classes
-    notes: tuple[str, ...] = ()  # what tracing pinned or assumed, for the log
-    nets: tuple[str, ...] = ()  # Names of a union's nets, the whole model first; (): it is no union
+    # Dimensions of every parameter and buffer as expressions of axes, by its first name
+    dims: Mapping[str, Dims]
+    # First name of a tied weight, by its other names
+    ties: Mapping[str, str] = field(default_factory=dict)
+    # Size that an attribute holds, by its path, such as "blocks.0.attn.head_dim"
+    attributes: Mapping[str, Expr] = field(default_factory=dict)
+    # Names of weights by part: "norm", and the user's parts
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Names of the weights of each variant. {}: WHOLE is the only one.
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    class_dim: int = 1  # Dimension of the output that has the classes
+    notes: tuple[str, ...] = ()  # What tracing pinned or assumed, for the log
+    nets: tuple[str, ...] = ()  # Names of a union's nets, the whole model first. (): no union.
 
     @property
     def sizes(self) -> dict[str, int]:
+        """Return the size of every axis in the whole model."""
         return {name: axis.size for name, axis in self.axes.items()}
 
     def weights(self, variant: str) -> tuple[str, ...]:
-        """Return the names of the weights that a variant has, of several that are joined all of theirs.
+        """Return the names of the weights that a variant has, or several joined variants together.
 
         Raises:
             SubmodelError: There is no such variant.
         """
         if not self.variants and variant == WHOLE:
             return tuple(self.dims)
-        chosen: set[str] = set()
+        names: set[str] = set()
         for name in members_of(self.known_as(variant)):
             if name not in self.variants:
-                known = ", ".join(map(repr, self.variants or (WHOLE,)))
+                choices = ", ".join(map(repr, self.variants or (WHOLE,)))
                 raise SubmodelError(
-                    f"the variant {name!r} was asked for; the model was traced with {known}."
+                    f"the variant {name!r} was asked for; the model was traced with {choices}."
                 )
-            chosen.update(self.variants[name])
-        return tuple(name for name in self.dims if name in chosen)
+            names.update(self.variants[name])
+        return tuple(name for name in self.dims if name in names)
 
     def known_as(self, variant: str) -> str:
-        """Return a variant with the first net of a union called `WHOLE`, which may be asked for by its own name."""
+        """Return a variant with the first net of a union called `WHOLE`.
+
+        A caller may have named that net by its own name.
+        """
         if not self.nets:
             return variant
         return joined(*(WHOLE if name == self.nets[0] else name for name in members_of(variant)))
@@ -89,7 +88,10 @@ class Layout:
         return tuple(self.nets[0] if name == WHOLE else name for name in members_of(variant))
 
     def axes_at(self, variant: str) -> dict[str, Axis]:
-        """Return the axes of a variant's members. All variants of a module have all axes, and a net has its own."""
+        """Return the axes of a variant's members.
+
+        All variants of a module have all axes. A net of a union has its own.
+        """
         if not self.nets:
             return dict(self.axes)
         leads = tuple(f"{net}." for net in self.net_names(self.known_as(variant)))
@@ -100,38 +102,42 @@ class Layout:
         }
 
     def restricted(self, variant: str) -> Layout:
-        """Return the layout of one variant alone, as a module that has no other would be traced.
+        """Return the layout of one variant alone, as if its module had no other variant.
 
-        Weights and axes of one net of a union have the names that they have in the net's own module.
+        Weights and axes of one net of a union have the names that they have in the net's own
+        module.
         """
-        kept = set(self.weights(variant))
+        own_names = set(self.weights(variant))
         if self.nets:
             return self._of_net(variant)
         parts = {
-            part: tuple(name for name in names if name in kept)
+            part: tuple(name for name in names if name in own_names)
             for part, names in self.parts.items()
         }
         return replace(
             self,
-            dims={name: dims for name, dims in self.dims.items() if name in kept},
-            ties={alias: name for alias, name in self.ties.items() if name in kept},
+            dims={name: dims for name, dims in self.dims.items() if name in own_names},
+            ties={alias: name for alias, name in self.ties.items() if name in own_names},
             parts={part: names for part, names in parts.items() if names},
             variants={},
         )
 
     def _of_net(self, variant: str) -> Layout:
+        """Return the layout of one net of a union."""
         (net,) = self.net_names(self.known_as(variant))
-        lead = f"{net}."
-        names = {axis: axis.removeprefix(lead) for axis in self.axes_at(variant)}
+        prefix = f"{net}."
+        names = {axis: axis.removeprefix(prefix) for axis in self.axes_at(variant)}
 
         def own(names_of_weights: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(
-                name.removeprefix(lead) for name in names_of_weights if name.startswith(lead)
+                name.removeprefix(prefix) for name in names_of_weights if name.startswith(prefix)
             )
 
         axes = {
             name: replace(
-                self.axes[axis], name=name, inner=tuple(names[one] for one in self.axes[axis].inner)
+                self.axes[axis],
+                name=name,
+                inner=tuple(names[inner_axis] for inner_axis in self.axes[axis].inner),
             )
             for axis, name in names.items()
         }
@@ -142,18 +148,18 @@ class Layout:
         return Layout(
             axes={name: axis for name, axis in axes.items() if name != CLASS or CLASS in carried},
             dims={
-                name.removeprefix(lead): renamed(self.dims[name], names)
+                name.removeprefix(prefix): renamed(self.dims[name], names)
                 for name in self.weights(variant)
             },
             ties={
                 own((alias,))[0]: own((name,))[0]
                 for alias, name in self.ties.items()
-                if alias.startswith(lead)
+                if alias.startswith(prefix)
             },
             attributes={
-                path.removeprefix(lead): renamed((size,), names)[0]
+                path.removeprefix(prefix): renamed((size,), names)[0]
                 for path, size in self.attributes.items()
-                if path.startswith(lead)
+                if path.startswith(prefix)
             },
             parts={part: weights for part, weights in parts.items() if weights or part == "norm"},
             class_dim=self.class_dim,
@@ -163,7 +169,7 @@ class Layout:
         )
 
     def shape(self, name: str, widths: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of one weight when the axes have these widths."""
+        """Return the shape of a weight if the axes have these widths."""
         return tuple(size_of(dim, widths) for dim in self.dims[name])
 
     def axes_of(self, name: str) -> frozenset[str]:
@@ -171,12 +177,14 @@ class Layout:
         return frozenset(axis for dim in self.dims[name] for axis in axes_in(dim))
 
     def positions(self, name: str, index: Mapping[str, Positions]) -> tuple[Positions, ...]:
-        """The rows of each dimension of one weight that a cut keeps."""
+        """Return the rows of each dimension of a weight that a cut keeps."""
         sizes = self.sizes
         return tuple(positions_of(dim, index, sizes) for dim in self.dims[name])
 
     def to_json(self) -> str:
-        # A model without variants is written as before there were any, so that its fingerprint stays the same.
+        """Return the layout as JSON."""
+        # A model without variants is written without that key, so that fingerprints from before
+        # there were variants stay valid.
         variants = {name: list(weights) for name, weights in self.variants.items()}
         return json.dumps(
             {
@@ -198,7 +206,7 @@ class Layout:
         """Return the layout that `to_json` wrote.
 
         Raises:
-            FormatError: The text is no such layout.
+            FormatError: The text is not a layout.
         """
         try:
             raw = bounded_json(text.encode(), MAX_DEPTH)
@@ -224,14 +232,15 @@ class Layout:
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of the axes, by which a server and a device, or a run that resumes, compare them.
+        """Return a hash of the axes.
 
-        Notes are left out, because they name lines of the user's files.
+        A server and a device compare it, and so does a run that resumes. Notes are left out,
+        because they name lines of the user's files.
         """
         return hashlib.sha256(replace(self, notes=()).to_json().encode()).hexdigest()[:16]
 
 
-# --- layouts from outside -----------------------------------------------------------------------------------------
+# --- layouts from outside -----------------------------------------------------------------------
 
 
 def _check_tables(raw: Any) -> None:
@@ -258,16 +267,18 @@ def _check_tables(raw: Any) -> None:
 
 
 def _is_texts(values: object) -> bool:
+    """Return True if a value is a list of strings."""
     return isinstance(values, (list, ValuesView)) and all(
         isinstance(value, str) for value in values
     )
 
 
 def _axis(raw: Any) -> Axis:
-    known = {field.name for field in fields(Axis)}
-    if not isinstance(raw, dict) or not {"name", "size"} <= raw.keys() <= known:
+    """Read an axis, or refuse it."""
+    keys = {field.name for field in fields(Axis)}
+    if not isinstance(raw, dict) or not {"name", "size"} <= raw.keys() <= keys:
         raise FormatError(
-            f"an axis of the layout has no name or no size, or more than {', '.join(sorted(known))}"
+            f"an axis of the layout has no name or no size, or more than {', '.join(sorted(keys))}"
         )
     inner = raw.get("inner", [])
     flags = [raw.get("fixed", False), raw.get("coupled", False)]
@@ -279,16 +290,20 @@ def _axis(raw: Any) -> Axis:
         raise FormatError(
             "an axis of the layout has a name, an inner, a fixed or a coupled of another type"
         )
-    size, least = raw["size"], raw.get("least", 1)
-    if not whole(size, 1) or size > MAX_AXIS_SIZE or not whole(least, 1) or least > size:
+    size, smallest = raw["size"], raw.get("least", 1)
+    if not whole(size, 1) or size > MAX_AXIS_SIZE or not whole(smallest, 1) or smallest > size:
         raise FormatError(
-            f"the axis {raw['name']!r} of the layout has no size from 1 to {MAX_AXIS_SIZE:,}, or no least"
+            f"the axis {raw['name']!r} of the layout has no size from 1 to {MAX_AXIS_SIZE:,}, or "
+            "no least"
         )
     return Axis(**{**raw, "inner": tuple(inner)})
 
 
 def _dims(name: str, text: str, count: int | None = None) -> Dims:
-    """Read the dimensions of a weight. `parse` recurses into parentheses, so that these are counted first."""
+    """Read the dimensions of a weight.
+
+    Parentheses are counted first, because `parse` recurses into them.
+    """
     if text.count("(") > MAX_PARENTHESES:
         raise FormatError(f"the dimensions of {name} have more than {MAX_PARENTHESES} parentheses")
     try:
@@ -301,7 +316,7 @@ def _dims(name: str, text: str, count: int | None = None) -> Dims:
 
 
 def _check_names(layout: Layout) -> None:
-    """Refuse a layout that names axes or weights which it does not have."""
+    """Refuse a layout that names axes or weights which it does not list."""
     expressions = [(name, dim) for name, dims in layout.dims.items() for dim in dims]
     for name, expr in (*expressions, *layout.attributes.items()):
         if unknown := [axis for axis in axes_in(expr) if axis not in layout.axes]:
@@ -314,12 +329,14 @@ def _check_names(layout: Layout) -> None:
     ]
     if inner:
         raise FormatError(
-            f"the axis {inner[0][0]!r} has the inner axis {inner[0][1]!r}, which the layout does not list"
+            f"the axis {inner[0][0]!r} has the inner axis {inner[0][1]!r}, which the layout does "
+            "not list"
         )
     weights = [*layout.ties.values()]
     for names in (*layout.parts.values(), *layout.variants.values()):
         weights += names
     if unknown := [name for name in weights if name not in layout.dims]:
         raise FormatError(
-            f"the layout has a tie, part or variant with the weight {unknown[0]!r}, which it does not list"
+            f"the layout has a tie, part or variant with the weight {unknown[0]!r}, which it does "
+            "not list"
         )

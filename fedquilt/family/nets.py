@@ -1,4 +1,4 @@
-"""A module of several nets that share no weights, of which one runs: what a union of families is built on."""
+"""A module of several nets that share no weights, of which one runs. Unions are built on it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Nets(nn.Module, Variants):
     """Nets by name. The first is the whole model, and the others are its variants.
 
     Args:
-        nets: Modules by name. Their weights are those of this module, with the name in front: `small.conv1.weight`.
+        nets: Modules by name. Their weights have the name in front: `small.conv1.weight`.
         first: Name of the net that is the whole model. None: the first of `nets`.
     """
 
@@ -33,33 +33,33 @@ class Nets(nn.Module, Variants):
 
     @property
     def lead(self) -> tuple[str, ...]:
-        """Return what the names of weights begin with, for each net."""
+        """Return the prefix of the names of each net's weights."""
         return tuple(f"{name}." for name in self._modules)
 
     def net(self, variant: str) -> nn.Module:
-        """Return the net of a variant as the user wrote it."""
+        """Return the user's module of a variant."""
         return self.get_submodule(self._first if variant == WHOLE else variant)
 
     def choose(self, variant: str) -> None:
-        """Let `forward` run this net from now on."""
+        """Make `forward` run this net from now on."""
         self._chosen = self._first if variant == WHOLE else variant
         assert self._chosen in self._modules, f"{variant!r} is none of {', '.join(self._modules)}"
 
     def holding(self, variant: str) -> Nets:
-        """Return a module of the same nets with those alone that a variant has, so that no other is copied."""
+        """Return a module that has only the nets of a variant, so that no other net is copied."""
         names = [self._first if name == WHOLE else name for name in members_of(variant)]
-        held = Nets(
+        subset = Nets(
             {name: self.get_submodule(name) for name in self._modules if name in names}, self._first
         )
-        held._chosen = names[0]
-        return held.train(self.training)
+        subset._chosen = names[0]
+        return subset.train(self.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the chosen net."""
         return self.get_submodule(self._chosen)(*args, **kwargs)
 
     def extract(self) -> nn.Module:
-        """Return the chosen net. It is the user's module, and its weights have the names that the user gave them."""
+        """Return the chosen net. It is the user's module, and its weights have the user's names."""
         return self.get_submodule(self._chosen)
 
     def exportable(self) -> nn.Module:

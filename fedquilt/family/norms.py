@@ -1,4 +1,4 @@
-"""Norm policies: what happens to the norms of a model in training, evaluation and deployment."""
+"""Norm policies: rules for the norms of a model in training, evaluation and deployment."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ class Norms(Protocol):
 
     @property
     def statistics(self) -> Sequence[str]:
-        """Names of the running statistics."""
+        """Return the names of the running statistics."""
 
     @property
     def parts(self) -> Mapping[str, Sequence[str]]:
-        """Names of weights by part. The part `norm` has the statistics and the affine weights."""
+        """Return the names of weights by part. `norm` has the statistics and the affine weights."""
 
 
 @dataclass(frozen=True)
 class NormPolicy:
     """A rule for the running statistics and the affine weights of norms.
 
-    Everything that the package asks about norms is answered here. A policy of your own is a
-    subclass that sets some of the class attributes:
+    All decisions of the package about norms are made here. To write a policy, make a subclass that
+    sets some of the class attributes:
 
-    - `statistics`: What norms normalize by once they are trained. `batch`: the batch that is
+    - `statistics`: Statistics that norms use after training. `batch`: those of the batch that is
       evaluated. `tracked`: running values that every training step updates. `measured`: means over
-      batches of training samples, taken when training is over. Training steps always normalize by
-      their own batch.
-    - `owner`: Who has the statistics. `server`: one set for all. Tracked ones are sent and
-      averaged, measured ones are taken over the training samples of all clients. `client`: each
-      client has a set of its own. It keeps tracked ones between rounds, and measures on its own
-      samples.
-    - `samples`: What statistics are measured on. `training`: the owner's training samples.
+      batches of training samples, taken at the end of training. Training steps always use the
+      statistics of their own batch.
+    - `owner`: Owner of the statistics. `server`: all clients share one set. Tracked statistics are
+      sent and averaged, and measured ones are taken over the training samples of all clients.
+      `client`: each client has its own set. It keeps tracked ones between rounds, and measures on
+      its own samples.
+    - `samples`: Samples that statistics are measured on. `training`: the owner's training samples.
       `public`: the data's public samples, for everyone.
 
-    Where affine weights are local, tracked statistics are too, whoever their owner is. Layer and
+    If affine weights are local, tracked statistics are local too, whoever owns them. Layer and
     group norms have no statistics, so that only `affine` concerns them.
     """
 
@@ -62,17 +62,21 @@ class NormPolicy:
 
     @property
     def name(self) -> str:
-        """Return the name that files and flags have for the policy, or the name of its class."""
+        """Return the policy's name in files and flags, or the name of its class."""
         kind = type(self)
-        return next((name for name, known in NORM_POLICIES.items() if known is kind), kind.__name__)
+        return next(
+            (name for name, policy in NORM_POLICIES.items() if policy is kind), kind.__name__
+        )
 
     @property
     def fingerprint(self) -> str:
         """Return the name, with the values of fields that differ from their defaults."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        changed = [one.name for one in fields(self) if values[one.name] != one.default]
-        told = ", ".join(f"{name}={values[name]}" for name in changed)
-        return f"{self.name}({told})" if changed else self.name
+        values = {setting.name: getattr(self, setting.name) for setting in fields(self)}
+        changed = [
+            setting.name for setting in fields(self) if values[setting.name] != setting.default
+        ]
+        settings = ", ".join(f"{name}={values[name]}" for name in changed)
+        return f"{self.name}({settings})" if changed else self.name
 
     @property
     def tracks(self) -> bool:
@@ -99,10 +103,10 @@ class NormPolicy:
             ConfigError: The policy needs public samples, and there are fewer than two.
         """
         if self.needs_public and num_samples < 2:
-            found = "has one, and two or more are needed" if num_samples else "has none"
+            count = "has one, and two or more are needed" if num_samples else "has none"
             raise ConfigError(
                 f"the norm policy {self.name!r} was asked for, which measures statistics on public "
-                f"samples; the data {found}. data.public = 0.1 in a file, pool.with_public(0.1) in "
+                f"samples; the data {count}. data.public = 0.1 in a file, pool.with_public(0.1) in "
                 "Python, sets samples aside."
             )
 
@@ -122,19 +126,19 @@ class NormPolicy:
         return self.owner == "client" or self.affine == "local"
 
     def kept(self, model: Norms) -> frozenset[str]:
-        """Return the names of what stays on a client: it is neither sent nor received."""
+        """Return the names of the weights that stay on a client, neither sent nor received."""
         statistics = frozenset(model.statistics)
         affine = frozenset(model.parts.get("norm", ())) - statistics
         kept_statistics = statistics if self.keeps_statistics else frozenset()
         return kept_statistics | affine if self.affine == "local" else kept_statistics
 
     def training_pass(self, scaler: bool = False) -> Pass:
-        """Return how nets run in a training step. `scaler` is HeteroFL's; False has no effect."""
+        """Return the options of a training step. `scaler` is HeteroFL's. False has no effect."""
         return Pass(train=True, statistics="track" if self.tracks else "batch", scaler=scaler)
 
     @property
     def evaluation_pass(self) -> Pass:
-        """Return how nets run when they are evaluated."""
+        """Return the options of a forward pass in evaluation."""
         return Pass(train=False, statistics="batch" if self.statistics == "batch" else "stored")
 
     @property
@@ -143,15 +147,15 @@ class NormPolicy:
         return self.evaluation_pass.statistics == "stored"
 
     def deployed(self) -> NormPolicy:
-        """Return the policy of a deployed model if none is asked for.
+        """Return the policy of a deployed model if none is requested.
 
-        Where no statistics are stored they are measured, because a device may have one sample at
-        a time.
+        If no statistics are stored, they are measured, because a device may have one sample at a
+        time.
         """
         return self if self.stores else MeasuredOnAll()
 
     def localized(self) -> NormPolicy:
-        """Return the policy under which nothing of a norm leaves its client, as FedBN has it."""
+        """Return the policy under which clients keep all weights of norms, as in FedBN."""
         return replace(self, affine="local")
 
 
@@ -208,31 +212,31 @@ class AllLocal(KeptByClient):
 NORM_POLICIES: dict[str, type[NormPolicy]] = {
     "batch": BatchStatistics,
     "tracked": Tracked,
-    "local": KeptByClient,
+    "per_client": KeptByClient,
     "post": MeasuredOnAll,
     "post-own": MeasuredByClient,
     "post-public": MeasuredOnPublic,
-    "local-all": AllLocal,
+    "per_client-all": AllLocal,
 }
 
 
 def norm_policy(given: NormPolicy | str) -> NormPolicy:
-    """Return a norm policy by its name or as `file.py:Class`; a policy is returned as it is.
+    """Return a norm policy by its name or as `file.py:Class`. A policy is returned as it is.
 
     Raises:
-        ConfigError: There is no such policy. The text begins with what was given.
+        ConfigError: There is no such policy. The message begins with the value of `given`.
     """
     if isinstance(given, NormPolicy):
         return given
     if isinstance(given, str) and (given in NORM_POLICIES or is_reference(given)):
         kind = find(NORM_POLICIES, given, "norm policy")
         try:
-            made = kind()
+            policy = kind()
         except Exception as error:  # a class of the user's own may raise anything
-            told = f"{given!r} was called for a NormPolicy and failed: {said(error)}"
-            raise ConfigError(told) from error
-        if isinstance(made, NormPolicy):
-            return made
+            message = f"{given!r} was called for a NormPolicy and failed: {said(error)}"
+            raise ConfigError(message) from error
+        if isinstance(policy, NormPolicy):
+            return policy
     names = ", ".join(map(repr, NORM_POLICIES))
-    own = "a NormPolicy in a file, 'file.py:Class'"
-    raise ConfigError(f"{given!r} was asked for; it may be {names}, or {own}.")
+    custom = "a NormPolicy in a file, 'file.py:Class'"
+    raise ConfigError(f"{given!r} was asked for; it may be {names}, or {custom}.")

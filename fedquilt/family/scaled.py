@@ -1,10 +1,12 @@
-"""Which layers HeteroFL's scaler divides: those whose outputs are cut.
+"""The layers whose outputs HeteroFL's scaler divides: those whose outputs are cut.
 
-The scaler divides by a client's share, so that what a narrow net computes is as large as in the whole net. A layer
-counts if it is a linear map: a convolution, a linear or bilinear layer, an embedding, the projections of
-`nn.MultiheadAttention`, and any other layer with a two-dimensional weight and a bias. Recurrent layers are left as they
-are, because their outputs are bounded and go back into them. So are norms, and parameters that no layer applies, such
-as learnt positions.
+The scaler divides by a client's share, so that the outputs of a narrow net are as large as those of
+the whole net. A layer counts if it is a linear map: a convolution, a linear or bilinear layer, an
+embedding, the projections of `nn.MultiheadAttention`, and any other layer with a two-dimensional
+weight and a bias.
+
+Recurrent layers are not scaled, because their outputs are bounded and fed back into them. Norms are
+not scaled either, nor are parameters without a layer, such as learnt positions.
 """
 
 from __future__ import annotations
@@ -18,16 +20,16 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from fedquilt.axes import Expr, axes_in
 from fedquilt.family.layout import Layout
 
-_ROWS = (nn.Linear, nn.Bilinear)  # whose weights have the outputs first
+_ROWS = (nn.Linear, nn.Bilinear)  # Layers whose weights have the outputs first
 _PROJECTIONS = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """Layers by name, and weights by name where a layer's output cannot be intercepted.
+    """Names of layers to scale, and of weights where a layer's output cannot be intercepted.
 
-    `nn.MultiheadAttention` applies its projections in one function. Dividing the weight and the bias of a linear map
-    is the same as dividing its output.
+    `nn.MultiheadAttention` applies its projections in one function. Dividing the weight and the
+    bias of a linear map is the same as dividing its output.
     """
 
     layers: frozenset[str] = frozenset()
@@ -35,12 +37,12 @@ class Scaled:
 
     @staticmethod
     def of(module: nn.Module, layout: Layout, cut: Set[str]) -> Scaled:
-        """Find what is divided in a member.
+        """Find the layers and weights that are scaled in a member.
 
         Args:
             module: The whole module.
             layout: Its axes.
-            cut: Names of the axes of which the member has fewer channels than the whole.
+            cut: Names of the axes of which the member has fewer channels than the whole model.
         """
         dims = {**layout.dims, **{alias: layout.dims[name] for alias, name in layout.ties.items()}}
         layers: set[str] = set()
@@ -50,10 +52,13 @@ class Scaled:
             prefix = f"{name}." if name else ""
             if isinstance(layer, nn.MultiheadAttention):
                 projections = [
-                    prefix + own for own in (*_PROJECTIONS, "out_proj.weight", "out_proj.bias")
+                    prefix + weight
+                    for weight in (*_PROJECTIONS, "out_proj.weight", "out_proj.bias")
                 ]
                 weights |= {
-                    own for own in projections if own in dims and cut & set(axes_in(dims[own][0]))
+                    weight
+                    for weight in projections
+                    if weight in dims and cut & set(axes_in(dims[weight][0]))
                 }
                 applied.add(f"{prefix}out_proj")
             elif name not in applied and any(
@@ -66,14 +71,14 @@ class Scaled:
 
 
 def _outputs(layer: nn.Module, prefix: str, dims: dict[str, tuple[Expr, ...]]) -> Iterator[Expr]:
-    """Yield the dimension of a layer's weight that its outputs have."""
+    """Yield the dimensions of a layer's weight that are its outputs."""
     weight = next((dims[name] for name in _weights(prefix) if name in dims), None)
     if weight is None:
         return
     if isinstance(layer, _ConvNd):
         transposed = isinstance(layer, _ConvTransposeNd)
         yield weight[1] if transposed else weight[0]
-        if transposed and layer.groups > 1:  # the weight has (groups · inputs, outputs of a group)
+        if transposed and layer.groups > 1:  # (groups · inputs, outputs of a group)
             yield weight[0]
     elif isinstance(layer, _ROWS):
         yield weight[0]
@@ -84,5 +89,5 @@ def _outputs(layer: nn.Module, prefix: str, dims: dict[str, tuple[Expr, ...]]) -
 
 
 def _weights(prefix: str) -> tuple[str, ...]:
-    """Return the names a layer's weight may have: its own, and those of weight norm's direction."""
+    """Return the names that a layer's weight may have, with and without weight norm."""
     return f"{prefix}weight", f"{prefix}parametrizations.weight.original1", f"{prefix}weight_v"

@@ -1,4 +1,4 @@
-"""Scores of channels: how large the weights are at every position of every axis."""
+"""Scores of channels: the size of the weights at every position of every axis."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def channel_scores(
     """Score every position of every axis by the size of the weights that belong to it.
 
     The score of a position is a sum over all trainable weights that have the axis. Each weight
-    counts with the norm of those of its entries that a member without the position would lack. A
-    weight with the axis in several dimensions counts an entry once. A tied weight counts once.
+    contributes the norm of the entries that a member without the position would lack. An entry
+    counts once, even if the weight has the axis in several dimensions. A tied weight counts once.
 
         scores = channel_scores(world.family.member(world.family.whole), server.weights)
         submodel = highest(self.fit(client.budget, world), scores)
 
     Args:
-        member: The network that the weights belong to. The server's weights are the whole model's.
+        member: Network that the weights belong to. The server's weights are the whole model's.
         weights: Tensors of the member, by scope and name. Weights that are missing do not count.
         norm: 1 for the sum of absolute values, 2 for the square root of the sum of squares.
-        scope: Prefix of the names, where one state has several nets.
+        scope: Prefix of the names, if one state has several nets. "" has no effect.
 
     Returns:
-        A vector (position,) in float64 for every axis, also for inputs and classes. It is on the
+        A vector (position,) in float64 for every axis, including inputs and classes. It is on the
         device of the weights. An axis that no weight has is scored 0.
 
     Raises:
@@ -65,10 +65,10 @@ def _sums_by_position(
     values: Tensor, dims: Sequence[Expr], axis: str, sizes: Mapping[str, int]
 ) -> Tensor:
     """Add up the entries of a weight that belong to each position of an axis, each entry once."""
-    carrying = [place for place, dim in enumerate(dims) if axis in axes_in(dim)]
-    others = [place for place in range(len(dims)) if place not in carrying]
-    values = values.sum(others) if others else values
-    owners = [_owners(dims[place], axis, sizes).to(values.device) for place in carrying]
+    carrying = [number for number, dim in enumerate(dims) if axis in axes_in(dim)]
+    remaining = [number for number in range(len(dims)) if number not in carrying]
+    values = values.sum(remaining) if remaining else values
+    owners = [_owners(dims[number], axis, sizes).to(values.device) for number in carrying]
     size = sizes[axis]
 
     if len(owners) == 1 and owners[0].shape[1] == 1:
@@ -76,7 +76,7 @@ def _sums_by_position(
         sums = values.new_zeros(size)
         return sums.index_add_(0, owner.clamp(min=0), values * (owner >= 0))
 
-    # An entry may belong to a position by several dimensions. It is counted by the first of them.
+    # An entry may belong to a position in several dimensions. It is counted for the first of them.
     positions = torch.arange(size, device=values.device)
     belongs = [(owner[None] == positions[:, None, None]).any(2).double() for owner in owners]
     sums = values.new_zeros(size)
@@ -111,9 +111,10 @@ def _owners(expr: Expr, axis: str, sizes: Mapping[str, int]) -> Tensor:
     match expr:
         case Sum(terms):
             parts = [_owners(term, axis, sizes) for term in terms]
-            most = max(part.shape[1] for part in parts)
+            max_columns = max(part.shape[1] for part in parts)
             padded = [
-                torch.nn.functional.pad(part, (0, most - part.shape[1]), value=-1) for part in parts
+                torch.nn.functional.pad(part, (0, max_columns - part.shape[1]), value=-1)
+                for part in parts
             ]
             return torch.cat(padded)
         case Product(factors):

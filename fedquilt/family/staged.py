@@ -1,4 +1,4 @@
-"""Modules that run in stages: the user's own class with temporary heads, and with a choice of what runs."""
+"""Modules that run in stages: the user's class, with temporary heads and a choice of stage."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from fedquilt.family.variants import Variants
 from fedquilt.terms import WHOLE
 
 if TYPE_CHECKING:
-    from fedquilt.family.record import Run
+    from fedquilt.family.tracing.record import Run
 
 HEADS = "stage_heads"  # Name of the child that holds the temporary heads
 PLAN = "_stage_plan"  # Name of the attribute that holds the plan
-CHOSEN = "_chosen_variant"  # Name of the attribute that holds the variant that runs
+CHOSEN = "_chosen_variant"  # Name of the attribute that holds the chosen variant
 RESERVED = (HEADS, PLAN, CHOSEN, "choose", "extract", "variants", "variant_parts", "exportable")
 
-_CLASSES: dict[
-    tuple[type, type], type[nn.Module]
-] = {}  # Classes in stages, by mixin and the user's class
+# Classes of modules in stages, by mixin and the user's class
+_CLASSES: dict[tuple[type, type], type[nn.Module]] = {}
 
 
 def stage_name(stage: int) -> str:
@@ -40,11 +39,12 @@ class Stage:
     """A stage before the last: E_1..E_s and G_s.
 
     Args:
-        end: Name of the module whose output ends E_s. Empty where the module runs its stages itself.
-        head: Plan of the temporary head, or None where the module runs its stages itself.
-        uses: Names of the module's own weights and buffers that the stage computes with.
-        chain: Names of modules that compute the stage one after another, if `forward` does nothing else.
-        between: What `forward` computes between modules, in words, where there is no chain.
+        end: Name of the module whose output ends E_s. Empty if the module runs its stages itself.
+        head: Plan of the temporary head. None if the module runs its stages itself.
+        uses: Names of the module's own weights and buffers that the stage uses.
+        chain: Names of modules that compute the stage one after another, if `forward` does nothing
+            else.
+        between: Description of what `forward` computes between modules, if there is no chain.
     """
 
     end: str
@@ -56,20 +56,27 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a module grows: its stages before the last, and the name of the module that ends E_S, if any does."""
+    """A plan of how a module grows.
+
+    Args:
+        stages: The stages before the last.
+        last_end: Name of the module that ends E_S. Empty if the module runs its stages itself.
+    """
 
     stages: tuple[Stage, ...]
     last_end: str = ""
 
     def apply(self, module: nn.Module) -> nn.Module:
-        """Return a module in these stages that shares the weights of the given one, which does not change.
+        """Return a module in these stages that shares the weights of `module`, which does not
+        change.
 
         Heads are drawn from torch's global generator.
         """
-        taken = [name for name in RESERVED if hasattr(module, name)]
-        if taken:
+        clashes = [name for name in RESERVED if hasattr(module, name)]
+        if clashes:
             raise TraceError(
-                f"with_stages was asked to grow {type(module).__name__}, which has an attribute {taken[0]!r} already. "
+                f"with_stages was asked to grow {type(module).__name__}, which has an attribute "
+                f"{clashes[0]!r} already. "
                 f"Stages need that name. Rename it; reserved are {', '.join(RESERVED)}."
             )
         kind = CutStages if self.last_end else OwnStages
@@ -82,18 +89,22 @@ class Plan:
             if stage.head is not None
         }
         if heads:
-            like = next(
+            reference = next(
                 (weight for weight in module.parameters() if weight.is_floating_point()),
                 torch.empty(0),
             )
             grown.add_module(
-                HEADS, nn.ModuleDict(heads).to(like.device, like.dtype).train(module.training)
+                HEADS,
+                nn.ModuleDict(heads).to(reference.device, reference.dtype).train(module.training),
             )
         return grown
 
 
 class Grown(Variants):
-    """Base of the mixins for modules in stages. A mixin comes before the user's class among the bases."""
+    """Base of the mixins for modules in stages.
+
+    A mixin comes before the user's class among the bases.
+    """
 
     _stage_plan: Plan
     _chosen_variant: str
@@ -104,15 +115,16 @@ class Grown(Variants):
         return tuple(stage_name(s) for s in range(1, len(self._stage_plan.stages) + 1))
 
     def choose(self, variant: str) -> None:
-        """Let `forward` run this stage from now on."""
+        """Make `forward` run this stage from now on."""
         assert variant in (WHOLE, *self.variants), f"{variant!r} is none of {self.variants}"
         self._chosen_variant = variant
 
     def extract(self) -> nn.Module:
-        """Return the chosen stage as a plain module, with no weights but its own.
+        """Return the chosen stage as a plain module that has only its own weights.
 
-        The whole model is a module of the user's class, which has the layers of this one. An earlier stage is this
-        module, without the weights of the other stages, so that its weights keep their names.
+        The whole model is a module of the user's class, which has the layers of this one. An
+        earlier stage is this module without the weights of the other stages, so that its weights
+        keep their names.
         """
         module = cast(nn.Module, self)
         stage = self._stage
@@ -125,10 +137,12 @@ class Grown(Variants):
         return module
 
     def exportable(self) -> nn.Module:
-        """Return the chosen stage as a module that torch.export can record: no exception ends its forward.
+        """Return the chosen stage as a module that torch.export can record.
+
+        No exception ends its forward.
 
         Raises:
-            ExportError: `forward` does more than to call modules in turn until the stage ends.
+            ExportError: `forward` does more than call modules in turn until the stage ends.
         """
         module = cast(nn.Module, self)
         stage = self._stage
@@ -136,9 +150,11 @@ class Grown(Variants):
             return module
         if not stage.chain:
             raise ExportError(
-                f"{self._chosen_variant} of {type(module).__name__} was asked for as a program; it ends inside of "
+                f"{self._chosen_variant} of {type(module).__name__} was asked for as a program; it "
+                "ends inside of "
                 f"the forward, behind {stage.end!r}, and is no chain of modules: {stage.between}. "
-                "safetensors takes every stage, and the whole model can be recorded once it has grown."
+                "safetensors takes every stage, and the whole model can be recorded once it has "
+                "grown."
             )
         layers = [module.get_submodule(path) for path in stage.chain]
         return nn.Sequential(*layers, self._head).train(module.training)
@@ -146,27 +162,30 @@ class Grown(Variants):
     def variant_parts(self, runs: Mapping[str, Run]) -> dict[str, tuple[str, ...]]:
         """Return the weights of E_1..E_S as "stage1".., and those of G_1..G_S as "head1"...
 
-        A weight that several stages use belongs to the first of them. What is left of the model's own weights is
-        "headS". A module that runs its stages itself has no heads apart from them.
+        A weight that several stages use belongs to the first of them. The model's own weights that
+        no stage uses are "headS". A module that runs its stages itself has no separate heads.
+
+        Args:
+            runs: A recorded run of every variant.
         """
         module = cast(nn.Module, self)
         named = (*dict(module.named_parameters()), *dict(module.named_buffers()))
         count = len(self._stage_plan.stages) + 1
         parts: dict[str, tuple[str, ...]] = {}
-        left = [name for name in named if not name.startswith(f"{HEADS}.")]
+        unassigned = [name for name in named if not name.startswith(f"{HEADS}.")]
         for s in range(1, count + 1):
             used = self._used(s, runs)
-            parts[stage_name(s)] = tuple(name for name in left if name in used)
-            left = [name for name in left if name not in used]
+            parts[stage_name(s)] = tuple(name for name in unassigned if name in used)
+            unassigned = [name for name in unassigned if name not in used]
         for s in range(1, count):
             parts[f"head{s}"] = tuple(
                 name for name in named if name.startswith(f"{HEADS}.{stage_name(s)}.")
             )
-        parts[f"head{count}"] = tuple(left)
+        parts[f"head{count}"] = tuple(unassigned)
         return parts
 
     def _used(self, stage: int, runs: Mapping[str, Run]) -> set[str]:
-        """Return the weights that E_1..E_s compute with."""
+        """Return the names of the weights that E_1..E_s use."""
         if stage <= len(self._stage_plan.stages):
             calls = runs[stage_name(stage)].calls
         else:
@@ -185,10 +204,11 @@ class Grown(Variants):
 
     @property
     def _head(self) -> nn.Module:
+        """Return the head of the chosen stage."""
         return cast(nn.ModuleDict, cast(nn.Module, self)._modules[HEADS])[self._chosen_variant]
 
     def _drop_others(self, stage: Stage) -> None:
-        """Set the weights and buffers to None that the stage does not compute with, and drop the other heads."""
+        """Set weights and buffers to None that a stage does not use, and drop the other heads."""
         module = cast(nn.Module, self)
         if HEADS in module._modules:
             module._modules[HEADS] = nn.ModuleDict({self._chosen_variant: self._head})
@@ -197,7 +217,7 @@ class Grown(Variants):
         for path, layer in module.named_modules():
             if path == HEADS or path.startswith(f"{HEADS}."):
                 continue
-            # No run reads the counters of batches. They stay where their norm is used.
+            # No run reads the batch counters of norms. They are kept with a norm that is used.
             is_used = any(
                 id(tensor) in uses for tensor in (*_own(layer._parameters), *_own(layer._buffers))
             )
@@ -220,13 +240,14 @@ class Grown(Variants):
 
 
 class CutStages(Grown):
-    """A module whose stages are parts of its own forward, which stops where a stage ends. Then the head runs."""
+    """A module whose forward stops where a stage ends. Then the stage's head runs."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the chosen stage, or the whole model."""
         module = cast(nn.Module, self)
         forward: Callable[..., Any] = super().forward  # type: ignore[misc]
-        # The user's forward may run all children in turn, as nn.Sequential does. Heads are none of them.
+        # The user's forward may run all children in turn, as nn.Sequential does. Heads must not be
+        # among them.
         heads = module._modules.pop(HEADS, None)
         try:
             stage = self._stage
@@ -251,7 +272,7 @@ class OwnStages(Grown):
 
 
 class StageEnd(Exception):  # noqa: N818  # it is no error
-    """Carries the features out of a forward that stops where a stage ends."""
+    """An exception that carries the features out of a forward which stops where a stage ends."""
 
     def __init__(self, layer: nn.Module, features: Any) -> None:
         super().__init__()
@@ -260,6 +281,7 @@ class StageEnd(Exception):  # noqa: N818  # it is no error
 
 
 def _stop(layer: nn.Module, _: Any, output: Any) -> None:
+    """Stop a forward with the output of a layer."""
     raise StageEnd(layer, output)
 
 
@@ -268,7 +290,8 @@ def _features(
 ) -> Tensor:
     """Return the output of a layer within a forward, which stops there.
 
-    The hook is registered for this call alone, so that it runs after all others. The scaler's hook changes the output.
+    The hook is registered for this call alone, so that it runs after all others. An earlier hook,
+    such as the scaler's, may change the output.
     """
     handle = layer.register_forward_hook(_stop)
     try:
@@ -281,16 +304,18 @@ def _features(
     finally:
         handle.remove()
     raise TraceError(
-        f"a stage ends behind a {type(layer).__name__} that did not run this time. End it at a module that always runs."
+        f"a stage ends behind a {type(layer).__name__} that did not run this time. End it at a "
+        "module that always runs."
     )
 
 
 def _own(tensors: Mapping[str, Tensor | None]) -> list[Tensor]:
+    """Return the tensors of a layer's table that are not None."""
     return [tensor for tensor in tensors.values() if tensor is not None]
 
 
 def staged_class(mixin: type[Grown], kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of the user's modules in stages. It has the user's name."""
+    """Return the class of modules in stages for a user's class. It has the user's name."""
     if (mixin, kind) not in _CLASSES:
         names = {
             "__module__": kind.__module__,
@@ -310,13 +335,14 @@ def user_class(kind: type[nn.Module]) -> type[nn.Module]:
 def _as(kind: type[nn.Module], module: nn.Module) -> nn.Module:
     """Return an object of another class with the attributes of a module.
 
-    `module.__class__ = kind` is refused for classes with two bases.
+    Python refuses `module.__class__ = kind` for classes with two bases.
     """
-    made = object.__new__(kind)
-    made.__dict__ = module.__dict__
-    return made
+    converted = object.__new__(kind)
+    converted.__dict__ = module.__dict__
+    return converted
 
 
 def _new(mixin: type[Grown], kind: type[nn.Module], *args: Any) -> nn.Module:
+    """Return an empty module in stages, for unpickling."""
     staged = staged_class(mixin, kind)
     return cast(nn.Module, cast(Any, staged).__new__(staged, *args))

@@ -1,8 +1,8 @@
-"""Unions: several architectures in one federation, each traced on its own.
+"""Unions: several architectures in one federation, each traced separately.
 
-A union is a family like any other. Its variants are its nets and pairs of nets. Names of weights and
-axes have the name of their net in front, except the class axis, which all nets share. Nothing is
-traced again: the layout of a union is made from the layouts of its nets.
+A union is a family like any other. Its variants are its nets and pairs of nets. Names of weights
+and axes have the name of their net in front. The class axis has no prefix, because all nets share
+it. Nothing is traced again: the layout of a union is made from the layouts of its nets.
 """
 
 from __future__ import annotations
@@ -18,37 +18,41 @@ from torch import nn
 from fedquilt import noise
 from fedquilt.axes import Axis, Dims, Index, renamed
 from fedquilt.errors import TraceError
-from fedquilt.family.family import Family, make_module
+from fedquilt.family.family import Family, JoinedTracings, make_module
 from fedquilt.family.layout import CLASS, Layout
 from fedquilt.family.nets import Nets
 from fedquilt.family.variants import JOIN
 from fedquilt.terms import WHOLE, Arch, Submodel, Weights
 
-_INITIAL = 62  # Random stream of the initial weights of all nets but the first.
+_INITIAL = 62  # Random stream for the initial weights of all nets but the first
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def union(families: Mapping[str, Family] | Iterable[tuple[str, Family]]) -> Family:
     """Join several traced models into one family, whose variants are its nets and pairs of nets.
 
-    The first net is the whole model: what a method trains that knows nothing of variants, and what `deploy` gives.
-    The others go by their names: `family.at("big")` is the family whose members are those of the net `big`, and
-    `joined("whole", "big")` is a pair. Nets share no weights. A share is one of a net's own channels, because nets
-    of different architectures have no channels in common.
+    The first net is the whole model. Methods that do not use variants train it, and `deploy`
+    returns it. The other nets are chosen by name: `family.at("big")` is the family whose members
+    are those of the net `big`, and `joined("whole", "big")` is a pair. Nets share no weights. A
+    share refers to a net's own channels, because different architectures have no channels in
+    common.
 
-    The first net starts from the weights of the run's seed, as it does without a union. Every other net has random
-    numbers of its own. A net that was traced as a module keeps its weights for every seed.
+    The first net starts from the weights of the run's seed, as it does without a union. Every other
+    net has its own random numbers. A net that was traced as a module keeps its weights for every
+    seed.
 
     Args:
-        families: Traced models by name, or pairs of a name and a model. Names consist of letters, digits, "_" and "-".
+        families: Traced models by name, or pairs of a name and a model. Names consist of letters,
+            digits, "_" and "-".
 
     Raises:
         TraceError: The nets do not fit each other, or a name cannot be used.
 
     Example:
         >>> import torch, fedquilt as fq
-        >>> small = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-        >>> large = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+        >>> from torch import nn
+        >>> small = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> large = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2))
         >>> rows = torch.randn(5, 4)
         >>> family = fq.union({"small": fq.trace(small, rows), "large": fq.trace(large, rows)})
         >>> family.variants
@@ -66,20 +70,21 @@ def union(families: Mapping[str, Family] | Iterable[tuple[str, Family]]) -> Fami
     module = Nets({name: family._module for name, family in nets.items()})
     first = next(iter(nets.values()))
     layout = _merged({name: family.layout for name, family in nets.items()})
-    return Family(module, layout, first.example_inputs, _Factory(factories))
+    traced = JoinedTracings({name: family.tracing for name, family in nets.items()})
+    return Family(module, layout, first.example_inputs, _Factory(factories), _traced=traced)
 
 
 @dataclass(frozen=True, eq=False)
 class _Factory:
-    """Makes the nets of a union. What one draws does not depend on the others."""
+    """A function that makes the nets of a union. Each net's random numbers are independent."""
 
     factories: Mapping[str, Callable[[], nn.Module]]
 
     def __call__(self) -> nn.Module:
         seed = torch.initial_seed()
         seeds = [
-            noise.key(_INITIAL, seed, place) if place else seed
-            for place in range(len(self.factories))
+            noise.key(_INITIAL, seed, number) if number else seed
+            for number in range(len(self.factories))
         ]
         nets = {
             name: make_module(factory, seeds.pop(0)) for name, factory in self.factories.items()
@@ -87,42 +92,46 @@ class _Factory:
         return Nets(nets)
 
 
-# --- one net of a union ---------------------------------------------------------------------------------------------
+# --- one net of a union -------------------------------------------------------------------------
 
 
 def alone(
     family: Family, nets: Sequence[Submodel], states: Sequence[Weights] = ()
 ) -> tuple[Family, tuple[Submodel, ...], tuple[Weights, ...]]:
-    """Return nets of one architecture as those of a family that has no other, with the names that the user gave.
+    """Return nets of one architecture as sub-models of a family that has no other.
+
+    Weights have the names that the user gave them. If the family is no union, or if the nets have
+    several architectures, all arguments are returned as they are.
 
     Args:
-        family: Any family. If it is no union, or the nets have several architectures, all is returned as it is.
+        family: Any family.
         nets: Sub-models of the family.
-        states: Weights of each, by name and without the scope.
+        states: Weights of each net, by name and without the scope.
     """
     variants = {net.arch.variant for net in nets}
     if not family.layout.nets or len(variants) != 1 or JOIN in next(iter(variants)):
         return family, tuple(nets), tuple(states)
-    lead = f"{family.layout.net_names(next(iter(variants)))[0]}."
-    own = tuple(_stripped(net, lead) for net in nets)
-    short = tuple(
-        {name.removeprefix(lead): value for name, value in state.items()} for state in states
+    prefix = f"{family.layout.net_names(next(iter(variants)))[0]}."
+    stripped = tuple(_stripped(net, prefix) for net in nets)
+    renamed_states = tuple(
+        {name.removeprefix(prefix): value for name, value in state.items()} for state in states
     )
-    return family.alone(next(iter(variants))), own, short
+    return family.alone(next(iter(variants))), stripped, renamed_states
 
 
 def _stripped(net: Submodel, lead: str) -> Submodel:
+    """Return a sub-model without the prefix of its net."""
     widths = tuple((axis.removeprefix(lead), width) for axis, width in net.arch.widths)
-    index = Index({axis.removeprefix(lead): kept for axis, kept in net.index.items()})
+    index = Index({axis.removeprefix(lead): positions for axis, positions in net.index.items()})
     trains = tuple(part for part in net.arch.trains if f"{part}." != lead)
     return replace(net, arch=Arch(widths, WHOLE, trains), index=index)
 
 
-# --- layouts --------------------------------------------------------------------------------------------------------
+# --- layouts ------------------------------------------------------------------------------------
 
 
 def _merged(layouts: Mapping[str, Layout]) -> Layout:
-    """Return the layout of all nets, with names of weights and axes that begin with the net's."""
+    """Return the layout of all nets. Names of weights and axes begin with the net's name."""
     axes: dict[str, Axis] = {}
     dims: dict[str, Dims] = {}
     ties: dict[str, str] = {}
@@ -133,9 +142,12 @@ def _merged(layouts: Mapping[str, Layout]) -> Layout:
     for net, layout in layouts.items():
         names = {axis: axis if axis == CLASS else f"{net}.{axis}" for axis in layout.axes}
         for axis in layout.axes.values():
-            inner = tuple(names[one] for one in axis.inner)
+            inner = tuple(names[inner_axis] for inner_axis in axis.inner)
             axes.setdefault(names[axis.name], replace(axis, name=names[axis.name], inner=inner))
-        dims |= {f"{net}.{name}": renamed(own, names) for name, own in layout.dims.items()}
+        dims |= {
+            f"{net}.{name}": renamed(expressions, names)
+            for name, expressions in layout.dims.items()
+        }
         ties |= {f"{net}.{alias}": f"{net}.{name}" for alias, name in layout.ties.items()}
         attributes |= {
             f"{net}.{path}": renamed((size,), names)[0] for path, size in layout.attributes.items()
@@ -146,9 +158,8 @@ def _merged(layouts: Mapping[str, Layout]) -> Layout:
         notes += [f"{net}: {note}" for note in layout.notes]
     for net, weights in zip(layouts, variants.values(), strict=True):
         parts[net] = weights
-    if (
-        CLASS in axes
-    ):  # It is the last, as in most models, so that the layout of one net is what was traced.
+    # The class axis is last, as in most models, so that one net's layout is what was traced.
+    if CLASS in axes:
         axes[CLASS] = axes.pop(CLASS)
     class_dim = next(iter(layouts.values())).class_dim
     return Layout(
@@ -156,29 +167,34 @@ def _merged(layouts: Mapping[str, Layout]) -> Layout:
     )
 
 
-# --- what does not fit ----------------------------------------------------------------------------------------------
+# --- what does not fit --------------------------------------------------------------------------
 
 
 def _check_names(names: Sequence[str]) -> None:
+    """Refuse names of nets that are missing, malformed, repeated or reserved."""
     if not names:
         raise TraceError(
-            'a union of no nets was asked for; one or more traced models by name would work: fq.union({"small": '
+            "a union of no nets was asked for; one or more traced models by name would work: "
+            'fq.union({"small": '
             'fq.trace(module, example), "big": …}).'
         )
     for name in names:
         asked = f"a union with a net named {name!r} was asked for"
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise TraceError(
-                f"{asked}; names consist of letters, digits, '_' and '-', because '.', '/' and '+' stand between "
+                f"{asked}; names consist of letters, digits, '_' and '-', because '.', '/' and '+' "
+                "stand between "
                 "names in a federation's state."
             )
         if names.count(name) > 1:
             raise TraceError(
-                f"{asked} {names.count(name)} times; every net needs a name of its own, such as {name}_1 and {name}_2."
+                f"{asked} {names.count(name)} times; every net needs a name of its own, such as "
+                f"{name}_1 and {name}_2."
             )
         if name == WHOLE:
             raise TraceError(
-                f"{asked}; {WHOLE!r} is the name of the first net as a variant. Another name would work, such as "
+                f"{asked}; {WHOLE!r} is the name of the first net as a variant. Another name would "
+                "work, such as "
                 "'first'."
             )
         if hasattr(Nets, name):
@@ -188,10 +204,12 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _check_kinds(nets: Mapping[str, Family]) -> None:
+    """Refuse nets that are no traced models, or have variants themselves."""
     for name, family in nets.items():
         if not isinstance(family, Family):
             raise TraceError(
-                f"a union was asked for, whose net {name!r} is a {type(family).__name__}; a traced model would work: "
+                f"a union was asked for, whose net {name!r} is a {type(family).__name__}; a traced "
+                "model would work: "
                 "fq.trace(module, example)."
             )
         if family.layout.variants:
@@ -201,19 +219,21 @@ def _check_kinds(nets: Mapping[str, Family]) -> None:
                 else f"a model with the variants {', '.join(family.variants)}"
             )
             raise TraceError(
-                f"a union was asked for, whose net {name!r} is {kind}; traced models without variants would work. "
+                f"a union was asked for, whose net {name!r} is {kind}; traced models without "
+                "variants would work. "
                 "Give all nets to one union, and trace modules without stages."
             )
     for name in nets:
         if any(name in family.parts for family in nets.values()):
             raise TraceError(
-                f"a union with a net named {name!r} was asked for; a part of a model has that name already. Another "
+                f"a union with a net named {name!r} was asked for; a part of a model has that name "
+                "already. Another "
                 "name of the net would work, or of the part (fq.trace(…, parts=…))."
             )
 
 
 def _check_shapes(nets: Mapping[str, Family]) -> None:
-    """Refuse nets that cannot learn from the same samples."""
+    """Refuse nets that cannot be trained on the same samples."""
     _check_equal(nets, "inputs of shape", "Trace all of them on the same example", _inputs)
     _check_equal(nets, "outputs of shape", "Nets with equal numbers of classes fit", _outputs)
     remedy = "fq.trace(…, class_dim=…) names another dimension"
@@ -227,17 +247,27 @@ def _check_shapes(nets: Mapping[str, Family]) -> None:
 def _check_equal(
     nets: Mapping[str, Family], what: str, remedy: str, value: Callable[[Family], object]
 ) -> None:
-    (first, family), *others = nets.items()
+    """Refuse nets of which a property differs from the first net's.
+
+    Args:
+        nets: Traced models by name.
+        what: Name of the property, for messages.
+        remedy: Advice for messages.
+        value: Returns the property of a net.
+    """
+    (first, family), *later_nets = nets.items()
     expected = value(family)
-    for name, other in others:
-        if (found := value(other)) != expected:
+    for name, net in later_nets:
+        if (actual := value(net)) != expected:
             raise TraceError(
-                f"a union of {', '.join(map(repr, nets))} was asked for; {first!r} has {what} {_told(expected)}, and "
-                f"{name!r} has {_told(found)}. {remedy}."
+                f"a union of {', '.join(map(repr, nets))} was asked for; {first!r} has {what} "
+                f"{_told(expected)}, and "
+                f"{name!r} has {_told(actual)}. {remedy}."
             )
 
 
 def _told(value: object) -> str:
+    """Return a value as it is written in messages."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -255,13 +285,14 @@ def _outputs(family: Family) -> tuple[int, ...]:
 
 
 def _check_weights(nets: Mapping[str, Family]) -> None:
-    """Refuse nets that share a weight: each is trained, sent and cut on its own."""
+    """Refuse nets that share a weight, because each is trained, sent and cut separately."""
     owners: dict[int, str] = {}
     for name, family in nets.items():
         for weight in (*family._module.parameters(), *family._module.buffers()):
             owner = owners.setdefault(id(weight), name)
             if owner != name:
                 raise TraceError(
-                    f"a union was asked for, whose nets {owner!r} and {name!r} have weights in common; nets with "
+                    f"a union was asked for, whose nets {owner!r} and {name!r} have weights in "
+                    "common; nets with "
                     "weights of their own would work. Trace a module of its own for each name."
                 )

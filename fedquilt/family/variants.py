@@ -1,9 +1,9 @@
 """Variants: several ways to run one module, each with some of its weights.
 
-A training stage of a growing model is a variant: the first blocks of the module and a temporary head. So
-is one of several architectures in a federation, or a pair of nets. All variants of a module are in one
-state, and a weight that two variants run is the same weight. Widths are independent of variants: an axis
-is cut in every variant that carries it.
+A training stage of a growing model is a variant: the first blocks of the module and a temporary
+head. One of several architectures in a federation is a variant too, and so is a pair of nets. All
+variants of a module are in one state, and a weight that two variants use is the same weight. Widths
+are independent of variants: an axis is cut in every variant that has it.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from torch import nn
 from fedquilt.terms import WHOLE
 
 if TYPE_CHECKING:
-    from fedquilt.family.record import Run
+    from fedquilt.family.tracing.record import Run
 
-JOIN = "+"  # Between the names of variants that a member has together
+JOIN = "+"  # Separator between the names of variants that a member combines
 
 
 class Variants(ABC):
     """A mixin for modules that run in several ways.
 
-    `forward` runs the variant that was chosen last, at first the whole model. A structural copy
-    (`copy.deepcopy`) has a choice of its own.
+    `forward` runs the variant that was chosen last. At first this is the whole model. A copy
+    (`copy.deepcopy`) has its own choice.
     """
 
     @property
     @abstractmethod
     def variants(self) -> tuple[str, ...]:
-        """Return the names of all variants besides `WHOLE`, in an order that is always the same."""
+        """Return the names of all variants besides `WHOLE`, always in the same order."""
 
     @abstractmethod
     def choose(self, variant: str) -> None:
-        """Let `forward` run this variant from now on."""
+        """Make `forward` run this variant from now on."""
 
     @abstractmethod
     def extract(self) -> nn.Module:
-        """Return the chosen variant as a plain module, with no weights but its own.
+        """Return the chosen variant as a plain module that has only its own weights.
 
-        The whole model is a module of the class that the user wrote. The result has the layers of this module, which
-        must not be used afterwards.
+        The whole model is a module of the user's class. The result has the layers of this module,
+        which must not be used afterwards.
         """
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Variants(ABC):
         """Return the chosen variant as a module that torch.export can record.
 
         Raises:
-            ExportError: It cannot be recorded, for the reason in the message.
+            ExportError: It cannot be recorded. The message gives the reason.
         """
 
     def holding(self, variant: str) -> nn.Module:
@@ -62,7 +62,7 @@ class Variants(ABC):
         return cast(nn.Module, self)
 
     def variant_parts(self, runs: Mapping[str, Run]) -> dict[str, tuple[str, ...]]:
-        """Return groups of weights by name, which a member may train alone.
+        """Return groups of weights by name, each of which a member may train alone.
 
         Args:
             runs: A recorded run of every variant, `WHOLE` included.
@@ -71,22 +71,22 @@ class Variants(ABC):
 
 
 class VariantSource(ABC):
-    """A module whose variants depend on the example, such as stages that are to be found by running it."""
+    """A module whose variants depend on the example, such as stages found by running it."""
 
     @abstractmethod
     def resolve(
         self, example_inputs: tuple[Any, ...], class_dim: int | None = None
     ) -> nn.Module | Callable[[], nn.Module]:
-        """Return the module with variants, or a function that makes one, as `trace` takes them.
+        """Return the module with variants, or a function that makes one, for `trace`.
 
         Args:
             example_inputs: Inputs of the module.
-            class_dim: Dimension of its output that the classes are in; None: as `trace` guesses it.
+            class_dim: Dimension of its output that has the classes. None: `trace` guesses it.
         """
 
 
 def choose(module: nn.Module, variant: str) -> None:
-    """Let a module run a variant. Of several that are joined, it runs the first."""
+    """Make a module run a variant. Of several joined variants, it runs the first."""
     first = members_of(variant)[0]
     if isinstance(module, Variants):
         module.choose(first)
@@ -97,12 +97,12 @@ def choose(module: nn.Module, variant: str) -> None:
 
 
 def joined(*variants: str) -> str:
-    """Return the variant that has the weights of all of them and runs the first."""
+    """Return the name of the variant that has the weights of all variants and runs the first."""
     return JOIN.join(dict.fromkeys(variants))
 
 
 def members_of(variant: str) -> tuple[str, ...]:
-    """Return the variants that were joined."""
+    """Return the variants that a joined name consists of."""
     return tuple(variant.split(JOIN))
 
 

@@ -1,5 +1,9 @@
-"""One paper, one file. `METHODS` is the list the command line knows."""
+"""Federated methods, one file per paper.
 
+`METHODS` lists them by name. `api` has everything that an author of a method imports.
+"""
+
+from fedquilt.methods import api
 from fedquilt.methods.dsfl import DSFL
 from fedquilt.methods.fedavg import FedAvg
 from fedquilt.methods.fedbn import FedBN
@@ -13,13 +17,13 @@ from fedquilt.methods.fedrescue import FedResCuE, FedRush, FedSeq, FedSlim
 from fedquilt.methods.fedrolex import FedRolex
 from fedquilt.methods.fjord import FjORD
 from fedquilt.methods.heterofl import HeteroFL
-from fedquilt.methods.local import LocalOnly
-from fedquilt.methods.method import Method
+from fedquilt.methods.local_only import LocalOnly
 from fedquilt.methods.progfed import ProgFed
 from fedquilt.methods.rafl import RaFL
 from fedquilt.methods.scaffold import Scaffold
 from fedquilt.methods.sheterofl import SHeteroFL
 from fedquilt.methods.splitmix import SplitMix
+from fedquilt.round.method import Method
 
 METHODS: dict[str, type[Method]] = {
     "fedavg": FedAvg,
@@ -75,4 +79,5 @@ __all__ = [
     "SHeteroFL",
     "Scaffold",
     "SplitMix",
+    "api",
 ]

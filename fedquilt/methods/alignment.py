@@ -1,4 +1,4 @@
-"""Alignment and norm discrepancy of a stage's gradient (ProgFed, theorem 1 and equation 11)."""
+"""Alignment factor and norm discrepancy of a stage's gradient (ProgFed, theorem 1, equation 11)."""
 
 from __future__ import annotations
 
@@ -12,29 +12,33 @@ from fedquilt.terms import Weights
 
 
 class Alignment(NamedTuple):
-    """Relation of the gradient that a stage descends to that of the whole model."""
+    """Agreement between a stage's gradient and the gradient of the whole model."""
 
-    stage: int  # The paper's s, from 1
-    alpha: float  # Alignment factor. 1 is as good as training the whole model; NaN where the stage has no gradient
-    q: float  # Norm discrepancy. 1 in the last stage; infinite where alpha is not above 0
+    stage: int  # Number of the stage, from 1. The paper's s.
+    # Alignment factor. 1 is as good as training the whole model. NaN if the stage's gradient is 0.
+    alpha: float
+    q: float  # Norm discrepancy. 1 in the last stage. Infinite if alpha is 0 or below.
 
 
 def align(stage: int, own: Weights, whole: Weights) -> Alignment:
     """Return alpha_t and q_t of a stage (equation 11).
 
-        alpha_t = min{1, <∇f|E_s, ∇f^s|E_s> / ‖∇f^s|E_s‖²}        q_t = ‖∇f‖ / (alpha_t · ‖∇f^s|E_s‖)
+        alpha_t = min{1, <∇f|E_s, ∇f^s|E_s> / ‖∇f^s|E_s‖²}
+        q_t = ‖∇f‖ / (alpha_t · ‖∇f^s|E_s‖)
 
-    |E_s is the projection on the weights of the blocks E_1..E_s. They are the weights that f^s and f share,
-    because f has no temporary head and f^s has no later block. In the last phase f^S is f, which shares all weights
-    with itself. There the projection has the head G_S too, although the paper's notation leaves heads out. Without it,
-    ‖∇f‖ in q_t would have a head that ‖∇f^S|E_S‖ lacks, and q_t would be above 1 where the paper notes that it is 1.
-    The proof needs the same: the last phase moves G_S, so that lemma 2 counts its gradient.
+    |E_s is the projection on the weights of the blocks E_1..E_s. These are the weights that f^s
+    and f share, because f has no temporary head and f^s has no later block.
+
+    In the last phase f^S is f, which shares all weights with itself. There the projection also
+    contains the head G_S, although the paper's notation leaves heads out. Without it, ‖∇f‖ in q_t
+    would contain a head that ‖∇f^S|E_S‖ lacks, and q_t would exceed the 1 that the paper notes.
+    The proof needs the head too: the last phase moves G_S, so that lemma 2 counts its gradient.
 
     Args:
-        stage: The paper's s.
-        own: Gradient of the stage's mean loss, ∇f^s, by weight.
-        whole: Gradient of the whole model's mean loss, ∇f, by weight. Blocks that have not grown have their
-            initial weights.
+        stage: Number of the stage, from 1. The paper's s.
+        own: Gradient of the stage's mean loss, ∇f^s, by weight name.
+        whole: Gradient of the whole model's mean loss, ∇f, by weight name. Blocks that have not
+            grown have their initial weights.
     """
     shared = [name for name in own if name in whole]
     squared = _dot(own, own, shared)
@@ -54,4 +58,5 @@ def _dot(one: Weights, other: Weights, names: Iterable[str]) -> float:
 
 
 def _product(one: Tensor, other: Tensor) -> float:
+    """Return the inner product of two tensors, computed in float64."""
     return float((one.double() * other.double()).sum())

@@ -1,28 +1,30 @@
-"""All that an author of a method imports, in one place.
+"""Everything that an author of a method imports, in one place.
 
     from fedquilt.methods.api import Method, Server, Client, World, prefix
 
 A method in a file of your own imports from here and from `fedquilt` itself, and from nothing below.
-The names in `__all__` and the arguments of the calls in docs/add-a-method.md are stable: a change to
-one of them is announced in the changelog, and the old name raises an error that states the new one.
-Names that begin with an underscore, and modules below `fedquilt.round`, `fedquilt.family` and
+The names in `__all__` and the arguments of the calls in docs/add-a-method.md are stable: a change
+to one of them is announced in the changelog, and the old name raises an error that states the new
+one. Names that begin with an underscore, and modules below `fedquilt.round`, `fedquilt.family` and
 `fedquilt.engines`, may move without notice.
 
 The names are grouped by the order in which a round uses them:
 
-- what a method is given: `World`, `Server`, `Client`, `Job`, `Budget`, `Memory`, and the `Family`
-  with its `Member`s
-- what a client trains (`plan`, `deploy`): `Submodel`, and `prefix`, `windows`, `scattered` and
-  `highest`, which make one; `WHOLE`, `joined` and `members_of` name variants of a model, and `union`
-  joins several traced models
-- how it trains (`learner`): `Learner`, `Phase`, `Local`, objectives, regions, filters, optimizers,
-  schedules and norm policies
-- what it keeps and sends beside the weights: `MethodState`, `Trained`, `Left`, and passes over samples
-- how what comes back is merged (`fold`): `Fold`, `Mean`, `Sum`, `Stateful`, `Update`, `Payload` and
-  server optimizers
-- what the server learns on public samples (`learn`): `Teachers`, `teaching`, `ServerTraining`,
-  objectives from a teacher, and `Prototypes`, nets of several sizes in one state
-- randomness (`noise`), checks of settings (`within`, `one_of`), and the errors that a method raises
+- Inputs of a method: `World`, `Server`, `Client`, `Job`, `Budget`, `ClientState`, and the
+  `Family` with its `Member`s.
+- Sub-models that clients train (`plan`) or run (`deploy`): `Submodel`, and `prefix`, `windows`,
+  `scattered` and `highest`, which create one. `WHOLE`, `joined` and `members_of` name variants of
+  a model, and `union` joins several traced models.
+- Local training (`learner`): `Learner`, `Phase`, `LocalTraining`, objectives, regions, filters,
+  optimizers, schedules and norm policies.
+- State that a client keeps or sends beside the weights: `MethodState`, `Trained`, `Left`, and
+  passes over samples.
+- Merging of uploads (`fold`): `Fold`, `Mean`, `Sum`, `Stateful`, `Update`, `Payload` and server
+  optimizers.
+- Server training on public samples (`learn`): `Teachers`, `teaching`, `ServerTraining`,
+  objectives from a teacher, and `Prototypes`, nets of several sizes in one state.
+- Random numbers (`noise`), checks of settings (`within`, `one_of`), and the errors that a method
+  raises.
 """
 
 from fedquilt import noise
@@ -46,11 +48,8 @@ from fedquilt.family.norms import (
 from fedquilt.family.scores import channel_scores
 from fedquilt.family.union import union
 from fedquilt.family.variants import joined, members_of
-from fedquilt.methods.method import Method, Presets, narrower, whatever_the_budget
+from fedquilt.hardware.precision import Precision
 from fedquilt.methods.prototypes import Prototypes
-from fedquilt.methods.students import teaching
-from fedquilt.precision import Precision
-from fedquilt.round.attack import PGD, AdversarialTraining
 from fedquilt.round.engine import Gradients
 from fedquilt.round.federation import Federation, World
 from fedquilt.round.merge import (
@@ -70,11 +69,14 @@ from fedquilt.round.merge import (
     as_weights,
     client_weight,
 )
+from fedquilt.round.method import Method, Presets, narrower, whatever_the_budget
+from fedquilt.round.students import teaching
 from fedquilt.round.teachers import EACH, OUTPUTS, Combined, Teachers
+from fedquilt.round.training.attacks import PGD, AdversarialTraining
 from fedquilt.round.training.augmentation import Intensity
 from fedquilt.round.training.filters import All, Filter, Nothing, Parts, VariantWeights
 from fedquilt.round.training.learner import Freeze, Learner, Phase, nets_of
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.mutual import Distance, Mutual
 from fedquilt.round.training.objectives import (
     RECEIVED,
@@ -102,7 +104,7 @@ from fedquilt.round.training.passes import (
 )
 from fedquilt.round.training.public import POSITIONS, ROUND, drawn_positions, num_drawn
 from fedquilt.round.training.regions import Between, Everywhere, Part, Region, WithinVariant
-from fedquilt.round.training.schedules import Constant, Cosine, Steps
+from fedquilt.round.training.schedules import Constant, Cosine, Steps, WithinRound
 from fedquilt.round.training.server import TEACHER, ServerTraining, Teaching, TrainServer
 from fedquilt.round.training.state import Left, MethodState, Trained
 from fedquilt.tasks import Task
@@ -111,14 +113,14 @@ from fedquilt.terms import (
     Arch,
     Budget,
     Client,
+    ClientState,
     Extras,
     Job,
-    Memory,
-    Mix,
     Payload,
     Server,
     Slots,
     Submodel,
+    Submodels,
     Update,
     Weights,
 )
@@ -146,6 +148,7 @@ __all__ = [
     "BudgetError",
     "Client",
     "ClientPass",
+    "ClientState",
     "Combined",
     "ConfigError",
     "Constant",
@@ -173,7 +176,7 @@ __all__ = [
     "KeptByClient",
     "Learner",
     "Left",
-    "Local",
+    "LocalTraining",
     "LogitsPass",
     "LossPass",
     "MaskedCrossEntropy",
@@ -182,11 +185,9 @@ __all__ = [
     "MeasuredOnAll",
     "MeasuredOnPublic",
     "Member",
-    "Memory",
     "Merged",
     "Method",
     "MethodState",
-    "Mix",
     "Mutual",
     "NormPolicy",
     "Nothing",
@@ -218,6 +219,7 @@ __all__ = [
     "Steps",
     "Submodel",
     "SubmodelError",
+    "Submodels",
     "Sum",
     "Summed",
     "Task",
@@ -234,6 +236,7 @@ __all__ = [
     "View",
     "Weighting",
     "Weights",
+    "WithinRound",
     "WithinVariant",
     "World",
     "Wrapping",

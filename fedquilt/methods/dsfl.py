@@ -1,4 +1,4 @@
-"""DS-FL: clients exchange predictions on public samples instead of weights (Itahara et al., IEEE TMC 2023)."""
+"""DS-FL: clients exchange predictions on public samples, not weights (Itahara et al., TMC 2023)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from fedquilt.checks import within
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.methods.prototypes import Prototypes
-from fedquilt.methods.students import teaching
 from fedquilt.round.federation import World
 from fedquilt.round.merge import ExtrasMean, Fold, Merged, Stateful, Weighting
+from fedquilt.round.students import teaching
 from fedquilt.round.teachers import OUTPUTS
 from fedquilt.round.training.filters import All, Nothing
 from fedquilt.round.training.learner import Learner, Phase
@@ -24,10 +24,9 @@ from fedquilt.round.training.state import Left, MethodState, Trained
 from fedquilt.tasks import Task
 from fedquilt.terms import Extras, Job, Server, Update
 
-PREDICTED_BATCHES = 4  # Batches of training that a client predicts at once.
-PREDICTIONS = (
-    "predictions"  # (public sample, class, …) Probabilities, of a client or of all together.
-)
+PREDICTED_BATCHES = 4  # Training batches that form one batch of predictions.
+# Key of the probabilities of one client, or of their mean: (public sample, class, …).
+PREDICTIONS = "predictions"
 
 
 def sharpened(mean: Tensor, temperature: float) -> Tensor:
@@ -35,14 +34,15 @@ def sharpened(mean: Tensor, temperature: float) -> Tensor:
 
     Args:
         mean: (sample, class, …) Mean of the clients' probabilities.
-        temperature: T. Below 1 the result has less entropy than the mean where the mean is not uniform.
+        temperature: T. The smaller T, the less entropy the result has. A uniform mean stays
+            uniform.
     """
     return (mean / temperature).softmax(1)
 
 
 @dataclass(frozen=True)
 class Predictions(MethodState):
-    """The global predictions, which clients receive, and their own, which they send."""
+    """State of a client: it receives the global predictions and sends its own."""
 
     extras_down: tuple[str, ...] = (PREDICTIONS,)
     extras_up: tuple[str, ...] = (PREDICTIONS,)
@@ -52,42 +52,53 @@ class Predictions(MethodState):
 
 
 def drawn_state(draw: int, coded: bool) -> Predictions:
-    """Return what travels: with a draw, clients also receive the round that the predictions were drawn for."""
+    """Return the predictions that travel between server and clients.
+
+    Args:
+        draw: Public samples that are drawn for each round. Clients then also receive the round
+            that the predictions belong to. 0: all samples are used, and no round is sent.
+        coded: True if a link with a codec also encodes the predictions.
+    """
     down = (PREDICTIONS, PREDICTIONS + ROUND) if draw else (PREDICTIONS,)
     return Predictions(extras_down=down, coded_extras=(PREDICTIONS,) if coded else ())
 
 
 @dataclass
 class PredictionsMean(ExtrasMean):
-    """Mean of the clients' predictions, sharpened if there is a temperature."""
+    """Mean of the clients' predictions, which is sharpened if a temperature is set."""
 
-    temperature: float | None = None  # Temperature of the sharpened mean. None: the mean as it is
-    shape: tuple[int, ...] = ()  # Shape that predictions must have
+    temperature: float | None = None  # Temperature of the sharpened mean. None: no sharpening.
+    shape: tuple[int, ...] = ()  # Shape that the predictions of a client must have.
 
     def add(self, update: Update) -> None:
         sent = update.extras.get(PREDICTIONS)
         if sent is not None and tuple(sent.shape) != self.shape:
             raise TrainingError(
-                f"client {update.job.client.id} sent predictions of shape {tuple(sent.shape)} in round "
-                f"{update.job.round + 1}; a row for each public sample, {self.shape}, was asked for. They were refused."
+                f"client {update.job.client.id} sent predictions of shape {tuple(sent.shape)} in "
+                "round "
+                f"{update.job.round + 1}; a row for each public sample, {self.shape}, was asked "
+                "for. They were refused."
             )
         super().add(update)
 
     def finish(self, server: Server) -> Extras:
-        found = super().finish(server)
+        extras = super().finish(server)
         if not self.has_answers or self.temperature is None:
-            return found
-        return {**found, PREDICTIONS: sharpened(found[PREDICTIONS], self.temperature)}
+            return extras
+        return {**extras, PREDICTIONS: sharpened(extras[PREDICTIONS], self.temperature)}
 
     @property
     def has_answers(self) -> bool:
-        """Return True if predictions of a client have arrived."""
+        """Return True if at least one client has sent predictions."""
         return PREDICTIONS in self._sums
 
 
 @dataclass
 class PredictionsFold(Stateful):
-    """A fold of predictions. `Merged.outputs` has the global ones if a client has answered in the round."""
+    """A fold of predictions.
+
+    `Merged.outputs` has the global predictions if a client has sent any in this round.
+    """
 
     extras: PredictionsMean | None = None
 
@@ -103,41 +114,41 @@ class PredictionsFold(Stateful):
 
 @dataclass(frozen=True)
 class DSFL(Prototypes):
-    """Nets stay on clients. What travels is a row of class probabilities for every public sample.
+    """Clients keep their nets, and exchange class probabilities of every public sample.
 
     A round of a client:
 
-    1. It receives the global predictions of the round before, and distils them: cross-entropy on the public samples.
+    1. It receives the global predictions of the previous round, and distils them with
+       cross-entropy on the public samples.
     2. It trains on its own samples.
     3. It predicts the public samples, and sends the probabilities.
 
-    The server averages the predictions and sharpens the mean, softmax(p̄ / T) with T = 0.1 (ERA). It also distils them
-    into nets of its own, one per prototype, which is what a device gets that has no net yet.
+    The server averages the predictions and sharpens the mean, softmax(p̄ / T) with T = 0.1 (ERA).
+    It also distils them into nets of its own, one per prototype. Devices that have no net yet get
+    one of these.
 
-    The order of steps, the uniform mean of probabilities, T = 0.1 and 1,000 public samples per round are those of the
-    DS-FL baseline in kitsuyaazuma/SCARLET, which shares an author with the paper. That code distils for five epochs
-    with KL, whose gradient is that of the cross-entropy; `public_epochs` is 1 here. Its aggregation and that of AIJack
-    were run on random predictions, and agree with `sharpened` to 1e-15. No code of the paper itself was found, and its
-    text was not available: what it says about these settings is not verified.
+    The order of steps, the uniform mean of probabilities, T = 0.1 and 1,000 public samples per
+    round are those of the DS-FL baseline in kitsuyaazuma/SCARLET, which shares an author with the
+    paper. That code distils for five epochs with KL, whose gradient is that of the cross-entropy;
+    `public_epochs` is 1 here. Its aggregation and that of AIJack were run on random predictions,
+    and agree with `sharpened` to 1e-15. No code of the paper itself was found, and its text was not
+    available, so that these settings are not verified against the paper.
 
-    In AIJack all clients distil at the end of a round. A client that takes part in every round trains alike in both
-    orders. Here a client gets the predictions of the last round when it takes part again, and misses those of rounds
-    without it. Both sides draw the public samples of a round from the seed, so that only the round travels with the
-    predictions.
+    In AIJack all clients distil at the end of a round. For a client that takes part in every round
+    both orders are equivalent. Here a client receives only the latest predictions when it takes
+    part again. Server and clients draw the public samples of a round from the random seed, so that
+    only the number of the round is sent with the predictions.
     """
 
-    weighting: Weighting = (
-        "uniform"  # What a client counts by in the mean of predictions; uniform counts all alike
-    )
-    temperature: float = 0.1  # T of the sharpened mean. A large one makes predictions uniform
-    samples: int = 1000  # Public samples that are drawn for each round; 0: all
-    sharpen: bool = (
-        True  # Sharpen the mean; False leaves the mean as it is, simple aggregation (SA)
-    )
-    public_epochs: int = (
-        1  # Epochs over the public samples in which a client distils; 0: it does not
-    )
-    coded: bool = False  # A link with a codec codes predictions too
+    # Weights of the clients in the mean of predictions. uniform: all clients count equally.
+    weighting: Weighting = "uniform"
+    temperature: float = 0.1  # T of the sharpened mean. A large T makes predictions uniform.
+    samples: int = 1000  # Public samples that are drawn for each round. 0: all.
+    # Sharpen the mean of predictions (ERA). False: use the mean itself, simple aggregation (SA).
+    sharpen: bool = True
+    # Epochs in which a client distils on the public samples. 0: clients do not distil.
+    public_epochs: int = 1
+    coded: bool = False  # True if a link with a codec also encodes the predictions.
     paper = "Itahara et al. 2023"
 
     def __post_init__(self) -> None:
@@ -150,21 +161,24 @@ class DSFL(Prototypes):
 
     @property
     def note(self) -> str:
-        return "clients keep their nets; results are those of the server's nets, which learn from predictions"
+        return (
+            "clients keep their nets; results are those of the server's nets, which learn from "
+            "predictions"
+        )
 
     def check_task(self, task: Task) -> None:
         super().check_task(task)
         needs_classes(self, task)
 
     def init(self, world: World) -> Server:
-        """Return the state before the first round. Predictions of zeros teach nothing."""
+        """Return the state before the first round. Its predictions are zeros and have no effect."""
         extras = {PREDICTIONS: torch.zeros(self.shape(world), dtype=world.dtype)}
         if self.draw(world):
             extras[PREDICTIONS + ROUND] = torch.tensor(-1)
         return replace(super().init(world), extras=extras)
 
     def draw(self, world: World) -> int:
-        """Return how many public samples are drawn for each round; 0: all."""
+        """Return the number of public samples that are drawn for each round, or 0 for all."""
         return self.samples if self.samples < world.num_public else 0
 
     def shape(self, world: World) -> tuple[int, ...]:
@@ -188,7 +202,8 @@ class DSFL(Prototypes):
             lesson = Learner((phase,), plain, self.lr(job.round), task=world.task)
             lesson = replace(lesson, teacher=PREDICTIONS, teacher_draw=draw)
         private = replace(base, send=Nothing(), keep=All(), class_rows=False)
-        # Training keeps the activations of all layers and inference those of two, so that larger batches fit.
+        # Training keeps the activations of all layers. Inference keeps those of two layers, so that
+        # larger batches fit into memory.
         predict = LogitsPass(samples=draw, size=PREDICTED_BATCHES * self.local.batch_size)
         return replace(
             private, state=drawn_state(draw, self.coded), after=(predict,), lesson=lesson
@@ -204,7 +219,7 @@ class DSFL(Prototypes):
         return PredictionsFold(mean, extras=predictions)
 
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
-        if OUTPUTS not in outputs:  # Nobody has answered.
+        if OUTPUTS not in outputs:  # No client has sent predictions.
             return server
         rows, how = outputs[OUTPUTS], self.server_training
         positions = drawn_positions(
@@ -220,5 +235,6 @@ def needs_classes(method: Prototypes, task: Task) -> None:
     if not task.has_classes:
         raise ConfigError(
             f"{type(method).__name__} was asked for, which exchanges probabilities of classes; "
-            f"{type(task).__name__} has no classes. FedDF works for every task that can be distilled."
+            f"{type(task).__name__} has no classes. FedDF works for every task that can be "
+            "distilled."
         )

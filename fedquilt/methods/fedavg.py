@@ -7,22 +7,23 @@ from typing import ClassVar
 
 from fedquilt.checks import within
 from fedquilt.family.cut import prefix
-from fedquilt.methods.method import Method, Presets, narrower, whatever_the_budget
 from fedquilt.methods.nested import WITHOUT_RATIOS
 from fedquilt.methods.partial import TABLE_9
 from fedquilt.methods.splitmix_settings import compared_presets
 from fedquilt.round.federation import World
-from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel
+from fedquilt.round.method import Method, Presets, narrower, whatever_the_budget
+from fedquilt.terms import Budget, Client, Job, Server, Submodel, Submodels
 
 
 @dataclass(frozen=True)
 class FedAvg(Method):
-    """All clients train one common member, whatever their budgets; the mean is weighted by their data.
+    """All clients train the same net, and the server averages it, weighted by their samples.
 
-    `share` 1 is the papers' "homogeneous (largest)"; the smallest budget of a fleet gives "homogeneous (smallest)".
+    Budgets are ignored. `share` 1 is the baseline that papers call "homogeneous (largest)". The
+    smallest share of a fleet gives "homogeneous (smallest)".
     """
 
-    share: float = 1.0  # of every axis, for all clients
+    share: float = 1.0  # Share of every axis that all clients train. 1 is the whole model.
     paper = "McMahan et al. 2017"
     ignores_budgets = True
     presets: ClassVar[Presets] = {**TABLE_9, **compared_presets(scaler=False), **WITHOUT_RATIOS}
@@ -41,7 +42,7 @@ class FedAvg(Method):
     def divisor(self, job: Job, world: World) -> float:
         return self.share
 
-    def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
-        """Cut from the common member; nothing wider was trained."""
+    def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
+        """Cut a sub-model from the common net. Channels beyond it were never trained."""
         trained = world.family.fit(Budget(share=self.share))
         return (prefix(narrower(world.family.fit(budget), trained)),)

@@ -7,21 +7,22 @@ from typing import ClassVar
 
 from fedquilt.family.norms import AllLocal
 from fedquilt.methods.fedavg import FedAvg
-from fedquilt.methods.method import Presets
-from fedquilt.round.training.local import Local
+from fedquilt.round.method import Presets
+from fedquilt.round.training.local import LocalTraining
 
 
 @dataclass(frozen=True)
 class FedBN(FedAvg):
-    """FedAvg of everything but the norms: their weights and statistics are each client's own.
+    """FedAvg of all weights but those of norm layers, which stay on each client.
 
-    This is FedAvg with the norm policy `local-all`. Another policy is changed so that norms stay
-    on the client. The result is as many nets as clients; their mean accuracy is reported.
+    This is FedAvg with the norm policy `per_client-all`. Any other policy is changed so that norm
+    weights and statistics stay on the client. Every client ends with a net of its own, and the mean
+    of their accuracies is reported.
     """
 
-    local: Local = Local(norm=AllLocal())
+    local: LocalTraining = LocalTraining(norm=AllLocal())
     paper = "Li et al. 2021"
-    presets: ClassVar[Presets] = {}  # FedAvg's measure norms for all clients
+    presets: ClassVar[Presets] = {}  # FedAvg's presets measure norms on all clients.
 
     def __post_init__(self) -> None:
         super().__post_init__()

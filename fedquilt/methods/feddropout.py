@@ -8,27 +8,29 @@ from typing import ClassVar
 from fedquilt import noise
 from fedquilt.family.cut import prefix, scattered
 from fedquilt.family.family import Rounding
-from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.partial import PARTIAL, TABLE_8, TABLE_12, TABLES_10_AND_11, released_settings
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Weighting
-from fedquilt.round.training.local import Local
-from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel
+from fedquilt.round.method import Method, Presets
+from fedquilt.round.training.local import LocalTraining
+from fedquilt.terms import Budget, Client, Job, Server, Submodel, Submodels
 
 
 @dataclass(frozen=True)
 class FedDropout(Method):
-    """A client of share r trains a fresh random floor(r·K) channels of every axis each round (FedRolex, equation 5).
+    """Each round, a client of share r trains floor(r·K) random channels of every axis.
 
-    One draw an axis, so that residual sums stay aligned. The code released with FedRolex draws ceil(r·K) channels anew
-    for every layer, so that they are not: that is no sub-model of any network, and not offered. It also merges norms
-    and the output layer by growing counts (see `FedRolex`). The presets `released-settings` (a few classes a client)
-    and `released-settings-iid` have its local training and its rounding.
+    This is equation 5 of FedRolex. Channels are drawn once per axis, so that residual sums stay
+    aligned. The code released with FedRolex draws ceil(r·K) channels for every layer separately.
+    That misaligns residual sums and gives no sub-model of the network, so it is not offered here.
+    That code also merges norms and the output layer by growing counts (see `FedRolex`). The presets
+    `released-settings` (a few classes per client) and `released-settings-iid` have its local
+    training and its rounding.
     """
 
-    local: Local = PARTIAL
+    local: LocalTraining = PARTIAL
     weighting: Weighting = "uniform"
-    rounding: Rounding = "floor"  # of a share of an axis, to whole channels
+    rounding: Rounding = "floor"  # Rounding of a share of an axis to a whole number of channels.
     paper = "Caldas et al. 2018"
     presets: ClassVar[Presets] = {
         **TABLE_8,
@@ -50,5 +52,5 @@ class FedDropout(Method):
     def divisor(self, job: Job, world: World) -> float:
         return self.trainable_share(job.client.budget, world, self.rounding)
 
-    def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
+    def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         return (prefix(world.family.fit(budget, self.rounding)),)

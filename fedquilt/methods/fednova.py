@@ -1,4 +1,4 @@
-"""FedNova: normalised averaging for clients that take unequal numbers of steps (Wang et al., NeurIPS 2020)."""
+"""FedNova: normalized averaging for unequal numbers of local steps (Wang et al., NeurIPS 2020)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from fedquilt.terms import Job, Server
 
 @dataclass(frozen=True)
 class FedNova(FedAvg):
-    """Each client's change is divided by its effective step count, the sum scaled by their data-weighted mean.
+    """FedAvg that divides each client's change by its effective number of steps.
 
-    Momentum and a proximal term (`mu`) enter the count by their own recursion, `SGD.pace`. With equal steps and no
-    momentum it is FedAvg.
+    The sum of the normalized changes is multiplied by the data-weighted mean of the effective
+    numbers of steps. `SGD.effective_steps` computes them, including momentum and the proximal term
+    (`mu`). If all clients take equally many steps without momentum, this is FedAvg.
     """
 
-    mu: float = 0.0  # weight of the proximal term; 0: none
+    mu: float = 0.0  # Weight of the proximal term. 0: no proximal term.
     paper = "Wang et al. 2020"
-    copies = 2  # RaFL, Table 1: the normalised gradient travels beside the weights
+    copies = 2  # RaFL, Table 1: clients send the normalized gradient beside the weights.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,5 +37,5 @@ class FedNova(FedAvg):
     def fold(self, server: Server, world: World) -> Fold:
         plain = frozenset(world.family.statistics)
         return Mean(
-            world.family.cutter, self.weighting, self.server, paced=True, plain=plain
+            world.family.cutter, self.weighting, self.server_optimizer, paced=True, plain=plain
         ).begin(server)

@@ -1,4 +1,7 @@
-"""FedAvg with an optimizer on the server: FedAvgM (Hsu et al. 2019), FedAdam and FedYogi (Reddi et al., ICLR 2021)."""
+"""FedAvg with an optimizer on the server.
+
+FedAvgM is from Hsu et al. 2019, FedAdam and FedYogi are from Reddi et al., ICLR 2021.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedquilt.methods.fedavg import FedAvg
-from fedquilt.methods.method import Presets
 from fedquilt.round.merge import Plain, ServerAdam, ServerMomentum, ServerYogi
+from fedquilt.round.method import Presets
 
 
 @dataclass(frozen=True)
@@ -17,9 +20,8 @@ class FedAvgM(FedAvg):
     The server's step is `ServerMomentum`. With lr 1 and momentum 0 this is FedAvg.
     """
 
-    server: Plain | ServerMomentum | ServerAdam | ServerYogi = (
-        ServerMomentum()
-    )  # Optimizer of the server
+    # Optimizer that the server uses on the mean change of the clients.
+    server_optimizer: Plain | ServerMomentum | ServerAdam | ServerYogi = ServerMomentum()
     paper = "Hsu et al. 2019"
     presets: ClassVar[Presets] = {}
 
@@ -31,9 +33,8 @@ class FedAdam(FedAvg):
     The server's step is `ServerAdam`. The paper tunes its learning rate for each task.
     """
 
-    server: Plain | ServerMomentum | ServerAdam | ServerYogi = (
-        ServerAdam()
-    )  # Optimizer of the server
+    # Optimizer that the server uses on the mean change of the clients.
+    server_optimizer: Plain | ServerMomentum | ServerAdam | ServerYogi = ServerAdam()
     paper = "Reddi et al. 2021"
     presets: ClassVar[Presets] = {}
 
@@ -45,8 +46,7 @@ class FedYogi(FedAvg):
     The server's step is `ServerYogi`. The paper tunes its learning rate for each task.
     """
 
-    server: Plain | ServerMomentum | ServerAdam | ServerYogi = (
-        ServerYogi()
-    )  # Optimizer of the server
+    # Optimizer that the server uses on the mean change of the clients.
+    server_optimizer: Plain | ServerMomentum | ServerAdam | ServerYogi = ServerYogi()
     paper = "Reddi et al. 2021"
     presets: ClassVar[Presets] = {}

@@ -14,9 +14,12 @@ from fedquilt.terms import Job
 
 @dataclass(frozen=True)
 class FedProx(FedAvg):
-    """FedAvg with mu/2 · ‖w − w_received‖² added to the local objective; mu 0 gives FedAvg."""
+    """FedAvg with mu/2 · ‖w − w_received‖² added to the local objective.
 
-    mu: float = 0.01  # weight of the proximal term; 0: none
+    With `mu` 0 this is FedAvg.
+    """
+
+    mu: float = 0.01  # Weight of the proximal term. 0 gives FedAvg.
     paper = "Li et al. 2020"
 
     def __post_init__(self) -> None:

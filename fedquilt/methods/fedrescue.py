@@ -1,4 +1,7 @@
-"""FedResCuE: progressive self-distillation of nested nets (Zhu et al., ICML 2022), its ablations, and FedSlim."""
+"""FedResCuE: progressive self-distillation of nested nets (Zhu et al., ICML 2022).
+
+Its ablations FedSeq and FedRush and the baseline FedSlim are here too.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedquilt.checks import one_of, within
-from fedquilt.methods.method import Presets
-from fedquilt.methods.nested import GRIDS, Drawn, Nested, Slimming
+from fedquilt.methods.nested import GRIDS, Nested, SampledWidths, Slimming
 from fedquilt.round.federation import World
+from fedquilt.round.method import Presets
 from fedquilt.round.training.learner import Freeze, Learner, Phase
 from fedquilt.round.training.objectives import Distilled, Summed
 from fedquilt.round.training.regions import Between, Everywhere
@@ -16,19 +19,22 @@ from fedquilt.terms import Job
 
 
 @dataclass(frozen=True)
-class Progressive(Drawn):
-    """Algorithm 1: of every drawn net in turn what the one before it does not have; last, the whole net."""
+class Progressive(SampledWidths):
+    """A learner that trains drawn nets from the smallest to the largest (algorithm 1).
 
-    alpha: float = 1.0  # of the KL term (equation 3)
-    freeze: Freeze = "update"
-    overwrite: bool = False  # each net moves all of itself (algorithm 6)
+    Each net trains only the weights that the previous net does not have. The whole net is last.
+    """
+
+    alpha: float = 1.0  # Weight of the KL term (equation 3). 0: no distillation.
+    freeze: Freeze = "update"  # How the weights of the previous nets are frozen.
+    overwrite: bool = False  # True lets each net train all of its weights (algorithm 6).
 
     def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]:
-        own = self.local.build_objective()
+        whole_objective = self.local.build_objective()
         if self.count < 0:  # S = 0
-            return (Phase(own),)
+            return (Phase(whole_objective),)
         phases, inner = [], 0.0
-        for ratio in ratios:  # lines 6 to 9; θ×0 is empty
+        for ratio in ratios:  # Lines 6 to 9. The net θ×0 before the first one is empty.
             objective = self.local.build_objective(ratio)
             if self.alpha:
                 objective = Summed((objective, Distilled(ratio, self.alpha)))
@@ -36,24 +42,26 @@ class Progressive(Drawn):
                 Phase(objective, Between(0.0 if self.overwrite else inner, ratio), self.freeze)
             )
             inner = ratio
-        # At ratio 1 there is nothing to distil (equation 3's α_i); then line 10.
-        rest = Between(inner, 1.0) if inner and not self.overwrite else Everywhere()
-        return (*phases, Phase(own, rest, self.freeze), Phase(own))
+        # The net of ratio 1 is its own teacher, so that it is not distilled (equation 3's α_i).
+        # The last phase is line 10.
+        last_region = Between(inner, 1.0) if inner and not self.overwrite else Everywhere()
+        return (*phases, Phase(whole_objective, last_region, self.freeze), Phase(whole_objective))
 
 
 @dataclass(frozen=True)
 class FedResCuE(Nested):
-    """Nested nets learn each batch in turn, each only what lies outside of the one before it (algorithm 1).
+    """Nested nets train on each batch, each only the weights outside of the previous net.
 
-    S nets learn from the labels and from the client's largest net as it was before the batch. The whole net is last.
-    What is uploaded is averaged over those whose upload covers it (equation 4); what a link lost of a download comes
-    from the client's own last round (equation 5), which every method has under a lossy link.
+    This is algorithm 1. S nets learn from the labels and from the client's largest net as it was
+    before the batch. The whole net is last. Each weight is averaged over the clients whose upload
+    covers it (equation 4). Weights that a link lost in a download are taken from the client's last
+    round (equation 5). Every method does this under a lossy link.
     """
 
-    alpha: float = 1.0  # weight of the KL term in equation 3; 0 gives FedSeq
-    freeze: Freeze = (
-        "update"  # "gradient": as in A.6.2, where momentum and decay still move what is frozen
-    )
+    alpha: float = 1.0  # Weight of the KL term in equation 3. 0 gives FedSeq.
+    # How weights are frozen. update: they do not change. gradient: their gradient is 0, but
+    # momentum and weight decay still change them (A.6.2).
+    freeze: Freeze = "update"
     paper = "Zhu et al. 2022"
     presets: ClassVar[Presets] = {**GRIDS, "masked-gradient": {"freeze": "gradient"}}
 
@@ -78,7 +86,7 @@ class FedSeq(Nested):
 
 @dataclass(frozen=True)
 class FedRush(Nested):
-    """FedResCuE that overwrites: every drawn net moves all of itself (algorithm 6)."""
+    """FedResCuE in which every drawn net trains all of its weights (algorithm 6)."""
 
     paper = "Zhu et al. 2022"
 
@@ -94,14 +102,23 @@ def progressive(
     freeze: Freeze = "update",
     overwrite: bool = False,
 ) -> Learner:
-    """S ratios, the last of them the client's own."""
-    own = {"alpha": alpha, "freeze": freeze, "overwrite": overwrite}
-    return method.drawing(Progressive, method.samples - 1, bool(alpha), job, world, **own)
+    """Return a progressive learner with S ratios, of which the last is the client's share.
+
+    Args:
+        method: Method whose ratios and number of samples are used.
+        job: Client, sub-model and round.
+        world: Family, task and random seed.
+        alpha: Weight of the KL term. 0: no distillation.
+        freeze: How the weights of the previous nets are frozen.
+        overwrite: True lets each net train all of its weights. False freezes the previous nets.
+    """
+    settings = {"alpha": alpha, "freeze": freeze, "overwrite": overwrite}
+    return method.drawing(Progressive, method.samples - 1, bool(alpha), job, world, **settings)
 
 
 @dataclass(frozen=True)
 class FedSlim(Nested):
-    """Slimmable training in a federation: drawn nets follow the whole net's predictions (algorithm 3)."""
+    """Federated slimmable training: drawn nets imitate the whole net (algorithm 3)."""
 
     paper = "Zhu et al. 2022"
 

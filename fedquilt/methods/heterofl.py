@@ -7,22 +7,22 @@ from typing import ClassVar
 
 from fedquilt.family.cut import prefix
 from fedquilt.family.family import Rounding
-from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.nested import WITHOUT_RATIOS
 from fedquilt.methods.partial import PARTIAL, TABLE_8, TABLES_10_AND_11
 from fedquilt.methods.splitmix_settings import compared_presets
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Weighting
-from fedquilt.round.training.local import Local
+from fedquilt.round.method import Method, Presets
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.schedules import Steps
-from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel
+from fedquilt.terms import Budget, Client, Job, Server, Submodel, Submodels
 
 
-def _released(*milestones: int) -> Local:
+def _released(*milestones: int) -> LocalTraining:
     return replace(
         PARTIAL,
-        optimiser=SGD(lr=0.1, momentum=0.9, decay=5e-4, clip=1.0),
+        optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=5e-4, clip=1.0),
         schedule=Steps(milestones, 0.1),
         epochs=5,
         batch_size=10,
@@ -33,18 +33,20 @@ def _released(*milestones: int) -> Local:
 
 @dataclass(frozen=True)
 class HeteroFL(Method):
-    """A client of share r trains the first floor(r·K) channels of every axis; positions average over their holders.
+    """A client of share r trains the first floor(r·K) channels of every axis.
 
-    With masked loss only the rows of classes a client holds count in the output layer.
+    Each position is averaged over the clients that hold it. With masked loss, a client contributes
+    only the rows of its own classes to the output layer.
 
-    The preset `released` is the authors' code on CIFAR-10 with a few classes a client, `released-iid` on iid data. It
-    measures static norms over batches of 10 (`Evaluation(batch_size=10)`). There they are of cropped and flipped
-    images, here of the images as they are.
+    The presets are the settings of the authors' code on CIFAR-10: `released` with a few classes per
+    client, `released-iid` on iid data. That code measures static norms over batches of 10
+    (`Evaluation(batch_size=10)`), on cropped and flipped images. Here they are measured on images
+    without augmentation.
     """
 
-    local: Local = PARTIAL
+    local: LocalTraining = PARTIAL
     weighting: Weighting = "uniform"
-    rounding: Rounding = "floor"  # of a share of an axis, to whole channels
+    rounding: Rounding = "floor"  # Rounding of a share of an axis to a whole number of channels.
     paper = "Diao et al. 2021"
     presets: ClassVar[Presets] = {
         **TABLE_8,
@@ -61,5 +63,5 @@ class HeteroFL(Method):
     def divisor(self, job: Job, world: World) -> float:
         return self.trainable_share(job.client.budget, world, self.rounding)
 
-    def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
+    def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         return (prefix(world.family.fit(budget, self.rounding)),)

@@ -9,11 +9,16 @@ from fedquilt.terms import Weights
 
 
 def own_range(cut: Weights, whole: Weights, family: Family) -> dict[str, float]:
-    """Return the factor from the whole net's initial range to the cut net's own, by name.
+    """Return factors that scale initial weights to the range of the cut net, by name.
 
-    Kaiming's method draws from a range that falls with the root of a layer's fan-in, and torch
-    draws the layer's bias from the same range. Norms, embeddings and parameters outside of layers
-    have no factor.
+    Kaiming's method draws from a range that falls with the square root of a layer's fan-in, which
+    is smaller in the cut net. Torch draws the layer's bias from the same range. Norms, embeddings
+    and parameters outside of layers have no factor.
+
+    Args:
+        cut: Weights that were cut from the whole net, by name.
+        whole: Weights of the whole net, by name.
+        family: Family of the net, which names its norms and embeddings.
     """
     same = {*family.parts.get("norm", ()), *family.embeddings}
     gains: dict[str, float] = {}

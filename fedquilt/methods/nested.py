@@ -1,4 +1,7 @@
-"""What methods share whose clients train nested nets of ratios drawn for every batch (FedResCuE and its relatives)."""
+"""Common parts of methods that train nested nets, with widths drawn for every batch.
+
+FedResCuE, FedSeq, FedRush, FedSlim and FjORD use them.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,20 @@ from fedquilt import noise
 from fedquilt.checks import within
 from fedquilt.family.cut import prefix
 from fedquilt.family.member import Member
-from fedquilt.methods.method import Method, Presets
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Weighting
+from fedquilt.round.method import Method, Presets
 from fedquilt.round.training.learner import Learner, Phase, nets_of
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import Distilled, Summed
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.terms import Client, Job, Server, Submodel
 
-# FedResCuE, Table 17; norms share their affine weights and track nothing (A.3.1).
-TABLE_17 = Local(optimiser=SGD(lr=0.1, momentum=0.9, nesterov=True, decay=1e-4), batch_size=32)
-# CIFAR-10: P = {0.1, 0.15, …, 1}, the default. Digits: steps of an eighth.
+# FedResCuE, Table 17. Norms share their affine weights and do not track statistics (A.3.1).
+TABLE_17 = LocalTraining(
+    optimizer=SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4), batch_size=32
+)
+# Sets P of ratios. CIFAR-10: {0.1, 0.15, …, 1}, the default. Digits: steps of 1/8.
 GRIDS: Presets = {
     "fedrescue-cifar10": {"smallest": 0.1, "granularity": 0.05},
     "fedrescue-digits": {"smallest": 0.125, "granularity": 0.125},
@@ -32,20 +37,30 @@ WITHOUT_RATIOS: Presets = {name: {"local": TABLE_17, "weighting": "uniform"} for
 
 
 @dataclass(frozen=True)
-class Drawn(Learner):
-    """A learner whose phases are made of ratios, drawn by round and step and not by client, so that clients stack."""
+class SampledWidths(Learner):
+    """A learner that draws ratios for every step and builds its phases from them.
 
-    ratios: tuple[float, ...] = ()  # to draw from: those below the client's own share
-    count: int = 0  # that are drawn, as far as there are so many
-    key: int = 0  # of the round
+    Ratios depend on the round and the step but not on the client, so that clients can be trained
+    as one stack.
+    """
+
+    ratios: tuple[float, ...] = ()  # Ratios to draw from: those below the client's share.
+    count: int = 0  # Number of ratios to draw. If there are fewer, all are drawn.
+    key: int = 0  # Key of the random numbers of the round.
 
     @property
     def drawn(self) -> bool:
-        return self.count > 0 and bool(self.ratios)  # else there is nothing to draw
+        return self.count > 0 and bool(self.ratios)
 
     @staticmethod
-    def of(kind: type[Drawn], base: Learner, **own: Any) -> Drawn:
-        """A learner that trains as another does, but for its phases."""
+    def of(kind: type[SampledWidths], base: Learner, **own: Any) -> SampledWidths:
+        """Return a learner with the settings of `base` and phases from drawn ratios.
+
+        Args:
+            kind: Class of the learner.
+            base: Learner whose settings are copied.
+            own: Settings of `kind` beyond those of `base`.
+        """
         learner = kind(**{field.name: getattr(base, field.name) for field in fields(base)} | own)
         return replace(learner, phases=learner.phases_at(0))
 
@@ -53,10 +68,10 @@ class Drawn(Learner):
         return _phases(replace(self, phases=(), lr=0.0, key=0), noise.key(self.key, step))
 
     def draw(self, key: int) -> tuple[float, ...]:
-        """So many distinct ratios, the smallest first."""
+        """Draw `count` distinct ratios, the smallest first."""
         count = max(0, min(self.count, len(self.ratios)))
         return tuple(
-            sorted(self.ratios[place] for place in noise.choose(key, count, len(self.ratios)))
+            sorted(self.ratios[position] for position in noise.choose(key, count, len(self.ratios)))
         )
 
     def nets(self, member: Member) -> tuple[Member, ...]:
@@ -66,10 +81,10 @@ class Drawn(Learner):
     def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]: ...
 
     def possible_phases(self, member: Member) -> tuple[Phase, ...]:
-        """Return the phases of draws that have every ratio among them.
+        """Return the phases of a few draws that together contain every ratio.
 
-        A ratio whose net runs in any case adds nothing to what a step keeps in memory, so that draws
-        without such ratios are among these as far as there are any.
+        They bound the memory of a step. A ratio whose net runs in every step adds no memory.
+        Draws without such ratios come first, as far as possible, because they need the most.
         """
         always = {net.share for net in nets_of(self.phases_of(()), member)}
         ratios = sorted(self.ratios, key=lambda ratio: ratio in always)
@@ -86,20 +101,23 @@ class Drawn(Learner):
         )
 
 
-@lru_cache(maxsize=4096)  # a round's steps are looked at by every stack
-def _phases(learner: Drawn, key: int) -> tuple[Phase, ...]:
+@lru_cache(maxsize=4096)  # Every stack of clients asks for the steps of a round.
+def _phases(learner: SampledWidths, key: int) -> tuple[Phase, ...]:
     return learner.phases_of(learner.draw(key))
 
 
 @dataclass(frozen=True)
 class Nested(Method):
-    """A client of share p holds the first channels, as in HeteroFL, and trains nets nested in its own on the way."""
+    """A client of share p holds the first channels, as in HeteroFL, and also trains smaller nets.
 
-    local: Local = TABLE_17
+    The smaller nets are nested in the client's net.
+    """
+
+    local: LocalTraining = TABLE_17
     weighting: Weighting = "uniform"
-    samples: int = 4  # the paper's S: ratios drawn for every batch; 0 gives HeteroFL
-    smallest: float = 0.1  # ratio that is drawn
-    granularity: float = 0.05  # between ratios
+    samples: int = 4  # Ratios that are drawn for every batch, the paper's S. 0 gives HeteroFL.
+    smallest: float = 0.1  # Smallest ratio that can be drawn.
+    granularity: float = 0.05  # Difference between neighbouring ratios.
     presets: ClassVar[Presets] = GRIDS
 
     def __post_init__(self) -> None:
@@ -108,22 +126,37 @@ class Nested(Method):
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """The paper's P."""
+        """Return all ratios that can be drawn, in ascending order. The paper's set P."""
         count = int(round((1 - self.smallest) / self.granularity, 9))
-        inside = [round(self.smallest + place * self.granularity, 12) for place in range(count + 1)]
-        return (*(ratio for ratio in inside if ratio < 1), 1.0)
+        grid = [round(self.smallest + step * self.granularity, 12) for step in range(count + 1)]
+        return (*(ratio for ratio in grid if ratio < 1), 1.0)
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(self.fit(client.budget, world))]
 
     def drawing(
-        self, kind: type[Drawn], count: int, distils: bool, job: Job, world: World, **own: Any
+        self,
+        kind: type[SampledWidths],
+        count: int,
+        distils: bool,
+        job: Job,
+        world: World,
+        **own: Any,
     ) -> Learner:
-        """A learner that draws so many of the ratios below the client's share."""
+        """Return a learner that draws ratios below the client's share.
+
+        Args:
+            kind: Class of the learner.
+            count: Number of ratios to draw. 0: none.
+            distils: True if drawn nets learn from the client's largest net.
+            job: Client, sub-model and round.
+            world: Family, task and random seed.
+            own: Further settings of `kind`.
+        """
         share = self.trainable_share(job.client.budget, world)
         below = tuple(ratio for ratio in self.ratios if ratio < share)
         key, taught = noise.key(41, world.seed, job.round), distils and count > 0 and bool(below)
-        return Drawn.of(
+        return SampledWidths.of(
             kind,
             Method.learner(self, job, world),
             ratios=below,
@@ -135,10 +168,13 @@ class Nested(Method):
 
 
 @dataclass(frozen=True)
-class Slimming(Drawn):
-    """One step on the summed gradients of the whole net's loss and the drawn nets' (FedResCuE, algorithms 3 and 4)."""
+class Slimming(SampledWidths):
+    """A learner whose steps sum the gradients of the whole net and of drawn nets.
 
-    supervised: bool = False  # drawn nets see the labels too, not only the teacher
+    These are algorithms 3 and 4 of FedResCuE.
+    """
+
+    supervised: bool = False  # True: drawn nets learn from the labels too. False: teacher only.
 
     def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]:
         objectives = [self.local.build_objective()]

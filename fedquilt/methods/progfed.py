@@ -20,79 +20,94 @@ from fedquilt.family.member import Member
 from fedquilt.family.variants import joined, members_of
 from fedquilt.methods.alignment import Alignment, align
 from fedquilt.methods.fedavg import FedAvg
-from fedquilt.methods.method import Method, Presets
 from fedquilt.round.engine import Gradients
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Fold, Plain, ServerAdam, ServerMomentum, ServerYogi, Weighting
+from fedquilt.round.method import Method, Presets
 from fedquilt.round.training.learner import Learner
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import Passes, View, Wrapping
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.schedules import Cosine
 from fedquilt.round.training.server import TrainServer
 from fedquilt.tasks import Task
-from fedquilt.terms import WHOLE, Arch, Budget, Client, Extras, Job, Memory, Mix, Server, Submodel
+from fedquilt.terms import (
+    WHOLE,
+    Arch,
+    Budget,
+    Client,
+    ClientState,
+    Extras,
+    Job,
+    Server,
+    Submodel,
+    Submodels,
+)
 
 Strategy = Literal["progressive", "end_to_end", "layerwise", "partial", "mixed", "random"]
-_SITE = 48  # Random stream of the stages that `random` draws
+_SITE = 48  # Stream of random numbers for the stages that the strategy `random` draws.
 _PROGRESSIVE = "theorem 1 is on the strategy 'progressive', with which alignment would work."
 
 
 class Moment(NamedTuple):
-    """Where a round is in the growth of the model."""
+    """Position of a round in the growth of the model."""
 
-    stage: int  # The paper's s, from 1
-    warm: bool  # True if the round is one of warm-up: only the new block and head move
-    round: int  # Round that the learning-rate schedule is asked for
+    stage: int  # Number of the stage, from 1. The paper's s.
+    warm: bool  # True in a warm-up round, in which only the new block and its head are trained.
+    round: int  # Round that is passed to the learning-rate schedule.
 
 
 @dataclass(frozen=True)
 class ProgFed(Method):
-    """Train the first blocks of a model with a temporary head, then add block after block (algorithm 1).
+    """A model that grows: its first blocks train with a temporary head, then blocks are added.
 
-    Stage s trains E_1..E_s and the head G_s (equation 2) for T_s rounds, and the last stage is the model itself
-    (equation 1). All blocks and heads are in the server's state from the start, so that growing copies nothing. What is
-    sent, trained and counted in a stage are the weights of its variant alone.
+    This is algorithm 1. Stage s trains E_1..E_s and the head G_s (equation 2) for T_s rounds. The
+    last stage is the model itself (equation 1). All blocks and heads are in the server's state from
+    the start, so that growing copies nothing. In a stage, only the weights of its variant are sent,
+    trained and counted.
 
-    `over` is the method that trains each stage; its plan, local training, merge and state are used as they are. With
-    one stage ProgFed is that method.
+    `over` is the method that trains each stage. Its plan, local training, merge and state are used
+    without change. With one stage, ProgFed is that method.
     """
 
-    local: Local = field(init=False, repr=False, compare=False, metadata={"setting": False})
+    local: LocalTraining = field(init=False, repr=False, compare=False, metadata={"setting": False})
     weighting: Weighting = field(init=False, repr=False, compare=False, metadata={"setting": False})
-    server: Plain | ServerMomentum | ServerAdam | ServerYogi = field(
+    server_optimizer: Plain | ServerMomentum | ServerAdam | ServerYogi = field(
         init=False, repr=False, compare=False, metadata={"setting": False}
     )
-    over: Method = FedAvg(
-        weighting="uniform"
-    )  # Method that trains every stage; line 20 is FedAvg with uniform weights
-    # Modules whose outputs end the stages, a number of stages to be found, or the name of a growth that the model
-    # declares. None: the growth that the model declares first; for a model that declares none, four stages are found.
+    # Method that trains every stage. The paper's line 20 is FedAvg with uniform weights.
+    over: Method = FedAvg(weighting="uniform")
+    # Modules whose outputs end the stages, a number of stages, or the name of a growth that the
+    # model declares. None: the first growth that the model declares, or four stages if it declares
+    # none.
     stages: int | str | tuple[str, ...] | None = None
-    stage_rounds: int | tuple[int, ...] = (
-        0  # T_s: rounds of every stage but the last, or of each; 0: T/2S
-    )
-    # Rounds after growing in which only the new block and its head move (line 13); 0: none. Strategies other than
-    # progressive have no warm-up.
+    # Rounds T_s of every stage but the last, or a list with the rounds of each stage. 0: T/2S.
+    stage_rounds: int | tuple[int, ...] = 0
+    # Rounds after growing in which only the new block and its head are trained (line 13). 0: none.
+    # Only the strategy progressive has a warm-up.
     warmup: int = 0
-    extra_warmup: bool = (
-        False  # Warm-up rounds are added to T_s and use the initial learning rate, as released
-    )
-    restart: bool = False  # Restart the learning-rate schedule at growth
-    strategy: Strategy = (
-        "progressive"  # What a stage trains (Table 5); end_to_end trains the whole model throughout
-    )
-    rounds: int = 0  # T, from which T_s follows; 0: the rounds of the run
-    alignment: int = 0  # Training samples of all clients that alpha_t and q_t are measured on at evaluations; 0: not
+    # Add warm-up rounds to T_s, with the initial learning rate, as the released code does.
+    extra_warmup: bool = False
+    restart: bool = False  # Restart the learning-rate schedule when the model grows.
+    # Parts that a stage trains (Table 5). end_to_end trains the whole model in all rounds.
+    strategy: Strategy = "progressive"
+    rounds: int = 0  # Number of rounds T that sets T_s. 0: the rounds of the run.
+    # Training samples on which alpha_t and q_t are measured at evaluations. 0: not measured.
+    alignment: int = 0
 
     paper = "Wang et al. 2022"
-    forwards: ClassVar[Mapping[str, str]] = {"local": "over", "weighting": "over", "server": "over"}
+    forwards: ClassVar[Mapping[str, str]] = {
+        "local": "over",
+        "weighting": "over",
+        "server_optimizer": "over",
+    }
     presets: ClassVar[Presets] = {
-        # The code released with the paper, with the rounds of CIFAR-100: one cosine, momentum kept per client.
+        # Settings of the released code with the rounds of CIFAR-100: one cosine schedule, and every
+        # client keeps its momentum.
         "released": {
             "over": FedAvg(
-                local=Local(
-                    optimiser=SGD(lr=0.1, momentum=0.9, decay=1e-4),
+                local=LocalTraining(
+                    optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=1e-4),
                     schedule=Cosine(3000),
                     keep_optimizer=True,
                 ),
@@ -111,18 +126,21 @@ class ProgFed(Method):
             )
             refuse(self, {"over": problem})
         if isinstance(inner, ProgFed):
-            problem = "ProgFed was asked for over ProgFed; a model grows once. Any other method would work."
+            problem = (
+                "ProgFed was asked for over ProgFed; a model grows once. Any other method "
+                "would work."
+            )
             refuse(self, {"over": problem})
         shared = (
             "local",
             "weighting",
-            "server",
+            "server_optimizer",
             "copies",
             "ignores_budgets",
             "skips_clients",
             "keeps_nets",
         )
-        for name in shared:  # Fields and attributes of the class that are the inner method's
+        for name in shared:  # Fields and class attributes that are copied from the inner method.
             object.__setattr__(self, name, getattr(inner, name))
         super().__post_init__()
         if isinstance(self.stages, list):
@@ -141,23 +159,26 @@ class ProgFed(Method):
             refuse(
                 self,
                 {
-                    "alignment": f"{self.alignment} was asked for with strategy = {self.strategy!r}; {_PROGRESSIVE}"
+                    "alignment": (
+                        f"{self.alignment} was asked for with strategy = "
+                        f"{self.strategy!r}; {_PROGRESSIVE}"
+                    )
                 },
             )
         if isinstance(self.stages, int) and self.stages < 1:
             refuse(self, {"stages": f"{self.stages} was asked for; at least one stage is needed."})
 
-    # --- the growth ------------------------------------------------------------------------------------------------
+    # --- the growth ------------------------------------------------------------------------------
 
     def adapt(self, family: Family) -> Family:
         """Return the family with its stages as variants."""
         return self.over.adapt(family).staged(self.stages)
 
     def lengths(self, num_stages: int) -> tuple[int, ...]:
-        """Return the rounds of every stage, warm-up included: T_1..T_S, which add up to T.
+        """Return the rounds of every stage with its warm-up, T_1..T_S. Their sum is T.
 
         Args:
-            num_stages: The paper's S.
+            num_stages: Number of stages, the paper's S.
 
         Raises:
             ConfigError: No round is left for the whole model, or a warm-up is as long as its stage.
@@ -165,7 +186,12 @@ class ProgFed(Method):
         return _lengths(self, num_stages)
 
     def moment(self, round: int, num_stages: int) -> Moment:
-        """Return the stage of a round, from 0, and where in it the round is."""
+        """Return the position of a round in the growth of the model.
+
+        Args:
+            round: Round, from 0.
+            num_stages: Number of stages, the paper's S.
+        """
         start = 0
         lengths = self.lengths(num_stages)
         stage = 1
@@ -175,54 +201,65 @@ class ProgFed(Method):
         warm = stage > 1 and round - start < self.warm_rounds
         scheduled = round - start if self.restart else round
         if self.extra_warmup:
-            warmups = (
-                min(1, stage - 1) if self.restart else stage - 1
-            )  # that the schedule does not count
+            # Number of warm-ups whose rounds the schedule does not count.
+            warmups = min(1, stage - 1) if self.restart else stage - 1
             scheduled = 0 if warm else scheduled - warmups * self.warm_rounds
         return Moment(stage, warm, scheduled)
 
     @property
     def warm_rounds(self) -> int:
-        """Return the rounds of warm-up of every stage but the first."""
+        """Return the number of warm-up rounds of every stage but the first."""
         return self.warmup if self.strategy == "progressive" else 0
 
     def variant(self, round: int, world: World) -> tuple[str, tuple[str, ...]]:
-        """Return the variant that a round runs and the parts of it that are trained; (): all."""
+        """Return the variant that a round runs, and the parts of it that are trained.
+
+        An empty tuple of parts means that all are trained.
+        """
         last = num_stages(world.family)
         moment = self.moment(round, last)
         stage = moment.stage
-        blocks = tuple(f"stage{place}" for place in range(1, stage + 1))
+        blocks = tuple(f"stage{block}" for block in range(1, stage + 1))
         match self.strategy:
             case "end_to_end":
                 return WHOLE, ()
-            case "layerwise":  # "only updates the latest layer E_i while still passing the input through the whole"
+            # "only updates the latest layer E_i while still passing the input through the whole"
+            case "layerwise":
                 return WHOLE, (blocks[-1], f"head{last}")
-            case (
-                "partial"
-            ):  # "similar to our method but acquires supervision signals from the last head"
+            # "similar to our method but acquires supervision signals from the last head"
+            case "partial":
                 return WHOLE, () if stage == last else (*blocks, f"head{last}")
             case "mixed":  # "combines Partial and Ours"
-                both = joined(WHOLE, _name(stage, last))
-                return both, () if stage == last else (*blocks, f"head{stage}", f"head{last}")
-            # Stages are drawn in the rounds in which others grow, and the whole model is trained after them. By the
-            # paper's count that costs 0.89 of end-to-end training (Table 5: 0.88); drawing to the end would cost 0.7.
+                joint_variant = joined(WHOLE, _name(stage, last))
+                return joint_variant, () if stage == last else (
+                    *blocks,
+                    f"head{stage}",
+                    f"head{last}",
+                )
+            # Stages are drawn in the rounds in which the other strategies grow. After them the
+            # whole model is trained. By the paper's count that costs 0.89 of end-to-end training
+            # (Table 5: 0.88). Drawing in all rounds would cost 0.7.
             case "random" if stage < last:
-                drawn = 1 + int(noise.choose(noise.key(_SITE, world.seed, round), 1, last)[0])
-                return _name(drawn, last), ()
+                drawn_stage = 1 + int(noise.choose(noise.key(_SITE, world.seed, round), 1, last)[0])
+                return _name(drawn_stage, last), ()
         return _name(stage, last), (blocks[-1], f"head{stage}") if moment.warm else ()
 
     def _at(self, round: int, world: World) -> World:
-        """Return the world as the inner method sees it in a round: a family of the stage's members."""
+        """Return the world that the inner method gets in a round. Its family is the stage's."""
         return replace(world, family=world.family.at(*self.variant(round, world)))
 
     def _tested(self, server: Server, world: World) -> World:
-        """Return the world of the model that was trained last, which is tested and handed out."""
+        """Return the world of the model that was trained last, which is tested and deployed."""
         variant, _ = self.variant(max(0, server.round - 1), world)
         shown = variant if self.strategy == "progressive" else WHOLE
         return replace(world, family=world.family.at(shown))
 
     def turns(self, world: World) -> tuple[int, ...]:
-        """Return the rounds in which a stage or the rounds after its warm-up begin; for `random`, the first of each."""
+        """Return the rounds in which the set of trained weights changes.
+
+        A stage begins in these rounds, or its warm-up has just ended. For the strategy `random`
+        they are the first round of each stage.
+        """
         lengths = self.lengths(num_stages(world.family))
         if self.strategy == "random":
             return self._first_rounds(sum(lengths[:-1]) + 1, world)
@@ -236,7 +273,7 @@ class ProgFed(Method):
         return tuple(starts)
 
     def _first_rounds(self, rounds: int, world: World) -> tuple[int, ...]:
-        """Return the first of a number of rounds that runs each variant."""
+        """Return the first round of each variant that occurs in the first `rounds` rounds."""
         first: dict[str, int] = {}
         for round in range(rounds):
             first.setdefault(self.variant(round, world)[0], round)
@@ -250,7 +287,7 @@ class ProgFed(Method):
     def settled(self, rounds: int) -> Self:
         return replace(self, rounds=self.rounds or rounds, over=self.over.settled(rounds))
 
-    # --- the verbs of a round, which are the inner method's --------------------------------------------------------
+    # --- steps of a round, which the inner method does -------------------------------------------
 
     @property
     def personal(self) -> bool:
@@ -273,7 +310,8 @@ class ProgFed(Method):
             and self.stages not in (None, 1)
         ):
             raise ConfigError(
-                f"ProgFed was asked for with stages = {self.stages!r}; the model was traced without stages. "
+                f"ProgFed was asked for with stages = {self.stages!r}; the model was traced "
+                "without stages. "
                 "fq.trace(fq.with_stages(module, stages=…), example) gives it some."
             )
         server = self.over.init(world)
@@ -296,7 +334,7 @@ class ProgFed(Method):
     def training_step(self, world: World) -> TrainingStep:
         return self.over.training_step(world)
 
-    def own(self, server: Server, client: Client, world: World) -> Mix:
+    def own(self, server: Server, client: Client, world: World) -> Submodels:
         nets = self.over.own(server, client, self._tested(server, world))
         return tuple(replace(net, arch=replace(net.arch, trains=())) for net in nets)
 
@@ -311,7 +349,8 @@ class ProgFed(Method):
             return learner
         if inner.drawn or inner.taught:
             raise ConfigError(
-                f"ProgFed was asked for with strategy = 'mixed' over {type(self.over).__name__}, whose clients run "
+                f"ProgFed was asked for with strategy = 'mixed' over {type(self.over).__name__}, "
+                "whose clients run "
                 "nested nets; another strategy or a method without nested nets would work."
             )
         phases = tuple(
@@ -335,10 +374,10 @@ class ProgFed(Method):
     def key(self, budget: Budget, world: World) -> str:
         return self.over.key(budget, world)
 
-    def resumed(self, job: Job, memory: Memory | None, world: World) -> None:
+    def resumed(self, job: Job, memory: ClientState | None, world: World) -> None:
         self.over.resumed(job, memory, world)
 
-    def kept_nets(self, memory: Memory, world: World) -> Mapping[str, Submodel]:
+    def kept_nets(self, memory: ClientState, world: World) -> Mapping[str, Submodel]:
         return self.over.kept_nets(memory, world)
 
     def account(self, counts: Mapping[Budget, int], world: World) -> dict[str, Any]:
@@ -355,35 +394,49 @@ class ProgFed(Method):
         return self.over.needs_public
 
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
-        """Let the server learn as the inner method does, with the stage that was trained in this round."""
+        """Let the inner method train the server's net of the stage that this round trained.
+
+        Args:
+            server: State after the merge.
+            outputs: Outputs that the fold collected, by name.
+            world: Family, task and random seed.
+            train: Function that trains nets of the server.
+        """
         return self.over.learn(server, outputs, self._tested(server, world), train)
 
-    def candidates(self, server: Server, world: World) -> Mix:
+    def candidates(self, server: Server, world: World) -> Submodels:
         return self.over.candidates(server, self._tested(server, world))
 
-    def arranged(self, server: Server, scores: Sequence[float], world: World) -> Server:
-        return self.over.arranged(server, scores, self._tested(server, world))
+    def ranked(self, server: Server, scores: Sequence[float], world: World) -> Server:
+        return self.over.ranked(server, scores, self._tested(server, world))
 
     def figures(self, server: Server, world: World, gradients: Gradients) -> dict[str, float]:
-        """Return the inner method's figures, and those of theorem 1 if they were asked for."""
-        found = self.over.figures(server, world, gradients)
+        """Return the inner method's figures, and those of theorem 1 if `alignment` is above 0.
+
+        Args:
+            server: State x_t.
+            world: Family, task and random seed.
+            gradients: Function that returns gradients of nets on training samples.
+        """
+        figures = self.over.figures(server, world, gradients)
         if not self.alignment:
-            return found
+            return figures
         measured = self.measure(server, world, gradients, self.alignment)
-        return {**found, "alignment": measured.alpha, "norm_discrepancy": measured.q}
+        return {**figures, "alignment": measured.alpha, "norm_discrepancy": measured.q}
 
     def measure(
         self, server: Server, world: World, gradients: Gradients, samples: int
     ) -> Alignment:
         """Return alpha_t and q_t (equation 11) of the stage that was trained last.
 
-        f^s is the mean loss of the stage's model and f that of the whole model, both at the whole width.
+        f^s is the mean loss of the stage's model and f that of the whole model, both at the whole
+        width.
 
         Args:
             server: State x_t. Blocks that have not grown have their initial weights in it.
-            world: Family, task and seed.
-            gradients: Function that `figures` is given.
-            samples: Training samples of all clients that both losses are means over.
+            world: Family, task and random seed.
+            gradients: Function that returns gradients of nets, as `figures` gets it.
+            samples: Number of training samples of all clients on which both losses are computed.
 
         Raises:
             ConfigError: The strategy is not `progressive`, or the state has no single whole model.
@@ -397,16 +450,16 @@ class ProgFed(Method):
         stage = self.moment(max(0, server.round - 1), last).stage
         variants = (_name(stage, last), WHOLE)
         nets = [prefix(world.family.at(variant).whole) for variant in dict.fromkeys(variants)]
-        found = gradients(nets, samples)
-        return align(stage, found[0], found[-1])
+        net_gradients = gradients(nets, samples)
+        return align(stage, net_gradients[0], net_gradients[-1])
 
-    def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
+    def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         return self.over.deploy(server, budget, self._tested(server, world))
 
 
 @dataclass(frozen=True)
 class OfVariants(Wrapping):
-    """The sum of another objective's losses, one for each of several variants of the client's net."""
+    """Sum of another objective's losses over several variants of the client's net."""
 
     variants: tuple[str, ...] = (WHOLE,)
 
@@ -414,41 +467,50 @@ class OfVariants(Wrapping):
         return [member.at(variant) for variant in self.variants]
 
     def nets(self, member: Member) -> tuple[Member, ...]:
-        found = (net for own in self._nets(member) for net in self.objective.nets(own))
-        return tuple(dict.fromkeys(found))
+        nets = (
+            net for variant_net in self._nets(member) for net in self.objective.nets(variant_net)
+        )
+        return tuple(dict.fromkeys(nets))
 
     def passes(self, member: Member) -> tuple[Passes, ...]:
-        return tuple(one for own in self._nets(member) for one in self.objective.passes(own))
+        return tuple(
+            net_pass
+            for variant_net in self._nets(member)
+            for net_pass in self.objective.passes(variant_net)
+        )
 
     def __call__(self, view: View) -> Tensor:
         losses: list[Tensor] = []
         for net in self._nets(view.member):
-            own = replace(view, member=net, seen={})
-            losses.append(self.objective(own))
+            variant_view = replace(view, member=net, seen={})
+            losses.append(self.objective(variant_view))
             view.seen |= {
-                name: value for name, value in own.seen.items() if name in view.member.statistics
+                name: value
+                for name, value in variant_view.seen.items()
+                if name in view.member.statistics
             }
         return torch.stack(losses).sum()
 
 
 def num_stages(family: Family) -> int:
-    """Return the paper's S: the stages that a family was traced with, the whole model included."""
+    """Return the number of stages of a family including the whole model, the paper's S."""
     return 1 + sum(variant.startswith("stage") for variant in family.variants)
 
 
 def _check_whole(server: Server, world: World) -> None:
-    """Refuse a state that has several nets instead of one whole model."""
-    whole = world.family.member(world.family.at(WHOLE).whole)
-    missing = [name for name in whole.trainable if name not in server.weights]
+    """Refuse a server state that has several nets instead of one whole model."""
+    whole_net = world.family.member(world.family.at(WHOLE).whole)
+    missing = [name for name in whole_net.trainable if name not in server.weights]
     if missing:
         raise ConfigError(
-            f"ProgFed was asked for alignment; the state has no single whole model, because it has no {missing[0]!r}. "
+            "ProgFed was asked for alignment; the state has no single whole model, because it has "
+            f"no {missing[0]!r}. "
             "A method with one model at the server would work, such as FedAvg or HeteroFL."
         )
 
 
 def _name(stage: int, last: int) -> str:
-    """Return the variant of a stage."""
+    """Return the name of a stage's variant. The last stage is the whole model."""
     return WHOLE if stage == last else f"stage{stage}"
 
 
@@ -458,31 +520,41 @@ def _lengths(method: ProgFed, num_stages: int) -> tuple[int, ...]:
         return (method.rounds,)
     if not method.rounds:
         raise ConfigError(
-            "ProgFed was prepared without a number of rounds, on which the length of its stages depends. "
+            "ProgFed was prepared without a number of rounds, on which the length of its stages "
+            "depends. "
             "method.settled(rounds) gives it; fq.run and the command line do that."
         )
     warmup = method.warm_rounds
     added = warmup * (num_stages - 1) if method.extra_warmup else 0
     total = method.rounds - added
-    given = method.stage_rounds
-    if isinstance(given, tuple) and len(given) not in (num_stages - 1, num_stages):
+    stage_rounds = method.stage_rounds
+    if isinstance(stage_rounds, tuple) and len(stage_rounds) not in (num_stages - 1, num_stages):
         raise ConfigError(
-            f"ProgFed was asked for with stage_rounds = {list(given)}, rounds of {len(given)} stages; the model has "
-            f"{num_stages}. A number for each would work, or for each but the last, which takes the rest."
+            f"ProgFed was asked for with stage_rounds = {list(stage_rounds)}, rounds of "
+            f"{len(stage_rounds)} stages; the model has "
+            f"{num_stages}. A number for each would work, or for each but the last, which takes "
+            "the rest."
         )
-    each = given or max(1, total // (2 * num_stages))
+    each = stage_rounds or max(1, total // (2 * num_stages))
     growing = each[: num_stages - 1] if isinstance(each, tuple) else (each,) * (num_stages - 1)
-    rest = total - sum(growing)
-    if isinstance(given, tuple) and len(given) == num_stages and given[-1] != rest:
+    last_rounds = total - sum(growing)
+    if (
+        isinstance(stage_rounds, tuple)
+        and len(stage_rounds) == num_stages
+        and stage_rounds[-1] != last_rounds
+    ):
         raise ConfigError(
-            f"ProgFed was asked for with stage_rounds = {list(given)}, which are {sum(given)} rounds; the run has "
+            f"ProgFed was asked for with stage_rounds = {list(stage_rounds)}, which are "
+            f"{sum(stage_rounds)} rounds; the run has "
             f"{total}. Rounds of all stages but the last would work, which takes the rest."
         )
-    lengths = (*growing, rest)
+    lengths = (*growing, last_rounds)
     if min(lengths) < 1:
         raise ConfigError(
-            f"ProgFed was asked for with {method.rounds} rounds, of which {sum(growing) + added} are for the first "
-            f"{num_stages - 1} of {num_stages} stages{' and warm-up' if added else ''}; at least one is needed for "
+            f"ProgFed was asked for with {method.rounds} rounds, of which {sum(growing) + added} "
+            "are for the first "
+            f"{num_stages - 1} of {num_stages} stages{' and warm-up' if added else ''}; at least "
+            "one is needed for "
             "each stage and for the whole model. More rounds, smaller stage_rounds or fewer stages"
             f"{' or a shorter warmup' if added else ''} would work."
         )
@@ -491,8 +563,10 @@ def _lengths(method: ProgFed, num_stages: int) -> tuple[int, ...]:
     shortest = min(lengths[1:])
     if shortest <= warmup:
         raise ConfigError(
-            f"ProgFed was asked for with warmup = {warmup}, and a stage has {shortest} rounds; in a warm-up only the "
-            f"new block moves, so that it has to end before its stage. Up to {shortest - 1} would work, or "
+            f"ProgFed was asked for with warmup = {warmup}, and a stage has {shortest} rounds; in "
+            "a warm-up only the "
+            f"new block moves, so that it has to end before its stage. Up to {shortest - 1} would "
+            "work, or "
             "extra_warmup, which adds rounds to the stages."
         )
     return lengths

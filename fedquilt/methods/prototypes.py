@@ -1,4 +1,7 @@
-"""Prototypes: nets of several sizes, each a scope of the server's state, whose clients teach one another."""
+"""Prototypes: nets of several sizes without shared weights, which learn from one another.
+
+Each prototype has its own scope in the server's state.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +19,32 @@ from fedquilt.family.cost import TrainingStep
 from fedquilt.family.cut import prefix
 from fedquilt.family.family import Family, Rounding
 from fedquilt.methods.initial import own_range
-from fedquilt.methods.method import Method
 from fedquilt.round.federation import World
+from fedquilt.round.method import Method
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.server import ServerTraining
-from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel
+from fedquilt.terms import Arch, Budget, Client, Job, Server, Submodel, Submodels
 
-_INITIAL = 49  # Random stream of the prototypes' initial weights.
+_INITIAL = 49  # Stream of random numbers for the prototypes' initial weights.
 
 
 @dataclass(frozen=True)
 class Prototypes(Method):
-    """Clients train nets of a few sizes, which share no weights, and a server that trains on public samples.
+    """Base class of methods with a few net sizes and a server that trains on public samples.
 
-    A prototype is a share of every axis of the family. Its weights are a scope of the server's state. A client trains
-    the largest prototype that its budget holds, and a device gets the largest that it can run.
+    A prototype is a net with a share of every axis of the family. Prototypes share no weights: each
+    has its own scope in the server's state. A client trains the largest prototype that its budget
+    holds, and a device gets the largest that it can run.
 
-    On a union of several architectures (`fedquilt.union`) the prototypes are its nets at full width, and the largest is
-    the one with the most multiply-adds. Nets of different architectures have no common share, so that budgets there
-    are bounds on multiply-adds, parameters or memory.
+    On a union of several architectures (`fedquilt.union`) the prototypes are its nets at full
+    width, and the largest is the one with the most multiply-adds. Nets of different architectures
+    have no common share, so that budgets there are bounds on multiply-adds, parameters or memory.
     """
 
-    # Shares of the whole model that clients train, each a net of its own. A union has its nets instead
+    # Shares of the whole model that clients train, one net for each. On a union of architectures
+    # the nets of the union are used instead.
     prototypes: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
-    server_training: ServerTraining = ServerTraining()  # How the server trains on public samples
+    server_training: ServerTraining = ServerTraining()  # Server training on public samples.
     demo: ClassVar[Mapping[str, Any]] = {
         "prototypes": [1.0, 0.5, 0.25],
         "server_training": {"steps": 40},
@@ -48,26 +53,32 @@ class Prototypes(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         shares = tuple(sorted(map(float, self.prototypes), reverse=True))
-        wrong = {}
+        problems = {}
         if (
             not shares
             or len(set(shares)) < len(shares)
             or not all(0 < share <= 1 for share in shares)
         ):
-            wrong["prototypes"] = (
-                f"{list(self.prototypes)} was asked for; different shares in (0, 1] would work, such as [1.0, 0.5]."
+            problems["prototypes"] = (
+                f"{list(self.prototypes)} was asked for; different shares in (0, 1] would work, "
+                "such as [1.0, 0.5]."
             )
         if self.local.norm.personal:
-            wrong["local.norm"] = (
-                f"{self.local.norm.name!r} was asked for, under which norms stay on clients. The server runs its nets "
-                "on public samples, and needs all of their weights: 'batch', 'tracked' or 'post' would work."
+            problems["local.norm"] = (
+                f"{self.local.norm.name!r} was asked for, under which norms stay on clients. The "
+                "server runs its nets "
+                "on public samples, and needs all of their weights: 'batch', 'tracked' or 'post' "
+                "would work."
             )
-        refuse(self, wrong)
+        refuse(self, problems)
         object.__setattr__(self, "prototypes", shares)
 
     def shortened(self) -> Self:
-        """Return the method with little training. The server has SGD, because Adam amplifies rounding errors."""
-        few = replace(self.server_training, optimiser=SGD(lr=0.05), batch_size=4, check_every=2)
+        """Return the method with little training, for tests.
+
+        The server uses SGD, because Adam amplifies rounding errors.
+        """
+        few = replace(self.server_training, optimizer=SGD(lr=0.05), batch_size=4, check_every=2)
         return replace(super().shortened(), server_training=replace(few, steps=min(4, few.steps)))
 
     @property
@@ -76,11 +87,17 @@ class Prototypes(Method):
 
     @property
     def statistics(self) -> Literal["stored", "batch"]:
-        """Return what norms use on public samples: tracked statistics if the policy tracks them, else the batch's."""
+        """Return the statistics that norms use on public samples.
+
+        They are tracked ones ("stored") if the norm policy tracks them, else those of the batch.
+        """
         return "stored" if self.local.norm.tracks else "batch"
 
     def initial(self, world: World) -> dict[str, Tensor]:
-        """Draw every prototype by itself, in the range of its own fan-in. The first has the seed of the run."""
+        """Draw every prototype independently, in the range of its own fan-in.
+
+        The first prototype uses the random seed of the run.
+        """
         weights: dict[str, Tensor] = {}
         if world.family.layout.nets:
             drawn_weights = world.family.init(world.seed, dtype=world.dtype)
@@ -88,8 +105,8 @@ class Prototypes(Method):
                 names = (name for name in world.family.member(net).names if name in drawn_weights)
                 weights |= {net.scope + name: drawn_weights[name] for name in names}
             return weights
-        for place, net in enumerate(self.nets(world)):
-            seed = noise.key(_INITIAL, world.seed, place) if place else world.seed
+        for index, net in enumerate(self.nets(world)):
+            seed = noise.key(_INITIAL, world.seed, index) if index else world.seed
             weights |= {
                 net.scope + name: value for name, value in drawn(net.arch, seed, world).items()
             }
@@ -102,7 +119,7 @@ class Prototypes(Method):
         return tuple(self.prototype(share, world) for share in self.prototypes)
 
     def prototype(self, share: float, world: World) -> Submodel:
-        """Return the net of a share. It is all that its scope holds."""
+        """Return the prototype of a share, with all weights of its scope."""
         return Submodel(world.family.fit(Budget(share=share)), Index(), f"share{share:g}/")
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
@@ -116,21 +133,29 @@ class Prototypes(Method):
         ]
 
     def divisor(self, job: Job, world: World) -> float:
-        """Return the share of the client's prototype. The nets of a union are whole."""
+        """Return the share of the client's prototype. It is 1 for nets of a union."""
         if world.family.layout.nets:
             return 1.0
         return self.fitting(self.trainable_share(job.client.budget, world), job.client.budget)
 
-    def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
+    def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         """Return the largest prototype that the device can run."""
         if world.family.layout.nets:
             return (self.net_for(budget, world),)
         return (self.prototype(self.fitting(self.runnable_share(budget, world), budget), world),)
 
-    # --- prototypes that are the nets of a union ------------------------------------------------------------------
+    # --- prototypes that are the nets of a union -------------------------------------------------
 
     def fit(self, budget: Budget, world: World, rounding: Rounding = "floor") -> Arch:
-        """Return the prototype that a client trains on a union, else the largest member that it can train."""
+        """Return the net that a client trains.
+
+        On a union it is the largest prototype that fits. Else it is the largest member that fits.
+
+        Args:
+            budget: Budget of the client.
+            world: Family, task and random seed.
+            rounding: Rounding of a share to whole channels. It has no effect on a union.
+        """
         if world.family.layout.nets:
             return self.trained_net(budget, world).arch
         return super().fit(budget, world, rounding)
@@ -140,67 +165,88 @@ class Prototypes(Method):
         return largest(self.nets(world), budget, world, self._step_within(budget, world))
 
     def net_for(self, budget: Budget, world: World, step: TrainingStep | None = None) -> Submodel:
-        """Return the net of a union that a device gets.
+        """Return the largest net of a union that a device can hold.
 
         Args:
             budget: Budget of the device.
             world: World with a union.
-            step: The training step that a bound on memory is on. None: it is on inference.
+            step: Training step whose memory is bounded. None: memory bounds inference.
         """
         return largest(self.nets(world), budget, world, step)
 
     def trainable_share(self, budget: Budget, world: World, rounding: Rounding = "floor") -> float:
         """Return the share that a client can train.
 
-        On a union it is the part of the largest net's multiply-adds that the client's net has. Records have it as the
-        key of the net's results.
+        On a union it is the multiply-adds of the client's net divided by those of the largest net.
+        Records use it as the key of the net's results.
+
+        Args:
+            budget: Budget of the client.
+            world: Family, task and random seed.
+            rounding: Rounding of a share to whole channels. It has no effect on a union.
         """
         if not world.family.layout.nets:
             return super().trainable_share(budget, world, rounding)
         return _relative(self.net_for(budget, world, self._step_within(budget, world)), world)
 
     def runnable_share(self, budget: Budget, world: World) -> float:
-        """Return the share that a device can run, of a union as `trainable_share` counts it."""
+        """Return the share that a device can run. A union is counted as in `trainable_share`."""
         if not world.family.layout.nets:
             return super().runnable_share(budget, world)
         return _relative(self.net_for(budget, world), world)
 
     def without_memory(self, budget: Budget, world: World, trains: bool) -> Budget:
-        """Return a budget without a bound on memory. On a union it has the multiply-adds of the net that fits."""
+        """Return a budget without a bound on memory that allows the same net.
+
+        On a union it has the multiply-adds of the net that fits.
+
+        Args:
+            budget: Budget of a device.
+            world: Family, task and random seed.
+            trains: True if memory bounds the training step. False: it bounds inference.
+        """
         if not world.family.layout.nets:
             return super().without_memory(budget, world, trains)
         net = self.net_for(budget, world, self._step_within(budget, world) if trains else None)
         return replace(budget, memory=None, macs=world.family.member(net).macs)
 
     def label(self, budget: Budget, world: World) -> str:
-        """Return how tables and logs name the results of a budget: on a union by the name of the net."""
+        """Return the label of a budget's results in tables and logs.
+
+        On a union it is the name of the net.
+        """
         if not world.family.layout.nets:
             return super().label(budget, world)
         net = self.net_for(budget, world, self._step_within(budget, world))
         return world.family.layout.net_names(net.arch.variant)[0]
 
     def fitting(self, share: float, budget: Budget) -> float:
-        """Return the largest prototype within a share.
+        """Return the share of the largest prototype that fits into a share.
 
         Args:
             share: Share of every axis that a device can hold.
-            budget: Budget of the device, for the message.
+            budget: Budget of the device, for the error message.
 
         Raises:
             BudgetError: All prototypes are larger.
         """
-        fits = next((one for one in self.prototypes if one <= share + 1e-9), None)
+        fits = next((prototype for prototype in self.prototypes if prototype <= share + 1e-9), None)
         if fits is None:
             raise BudgetError(
-                f"the budget {budget} was given, which holds a share of {share:g}; the smallest prototype of "
-                f"{type(self).__name__} has {self.prototypes[-1]:g}. A smaller one would work: method.prototypes = "
+                f"the budget {budget} was given, which holds a share of {share:g}; the smallest "
+                "prototype of "
+                f"{type(self).__name__} has {self.prototypes[-1]:g}. A smaller one would work: "
+                "method.prototypes = "
                 f"{[*self.prototypes, round(share, 4)]}; or larger budgets."
             )
         return fits
 
 
 def architectures(family: Family) -> tuple[Submodel, ...]:
-    """Return the nets of a union at full width, each in a scope of its own, that with most multiply-adds first."""
+    """Return the nets of a union at full width, each in its own scope.
+
+    They are in descending order of multiply-adds.
+    """
     wholes = {net: family.at(net).whole for net in family.layout.nets}
     order = sorted(wholes, key=lambda net: -family.member(wholes[net]).macs)
     return tuple(Submodel(wholes[net], Index(), f"{net}/") for net in order)
@@ -213,44 +259,53 @@ def largest(
 
     Args:
         nets: Nets of a union, the largest first.
-        budget: Budget of a device. A share of 1 bounds nothing.
+        budget: Budget of a device. A share of 1 has no effect.
         world: World with a union.
-        step: The training step that a bound on memory is on. None: it is on inference.
+        step: Training step whose memory is bounded. None: memory bounds inference.
 
     Raises:
-        BudgetError: The budget has a smaller share, or holds none of the nets.
+        BudgetError: The budget has a share below 1, or holds none of the nets.
     """
     family = world.family
     names = ", ".join(family.layout.nets)
     if budget.share is not None and budget.share < 1:
         raise BudgetError(
-            f"a share of {budget.share:g} was given as a budget; the nets {names} are of different architectures, "
-            "which have no common share. Bounds on macs, params or memory would work, such as those of a fleet by_net."
+            f"a share of {budget.share:g} was given as a budget; the nets {names} are of different "
+            "architectures, "
+            "which have no common share. Bounds on macs, params or memory would work, such as "
+            "those of a fleet by_net."
         )
     fits = next((net for net in nets if not family.excess([net], budget, step)), None)
     if fits is None:
-        over = "; ".join(family.excess([nets[-1]], budget, step))
+        excess = "; ".join(family.excess([nets[-1]], budget, step))
         smallest = family.layout.net_names(nets[-1].arch.variant)[0]
         raise BudgetError(
-            f"the budget {budget} was given, which holds none of the nets {names}. The smallest is {smallest!r}: "
-            f"{over}. A smaller net in the union would work, or larger budgets."
+            f"the budget {budget} was given, which holds none of the nets {names}. The smallest is "
+            f"{smallest!r}: "
+            f"{excess}. A smaller net in the union would work, or larger budgets."
         )
     return fits
 
 
 def _relative(net: Submodel, world: World) -> float:
-    """Return a net's multiply-adds over those of the largest net of a union."""
+    """Return a net's multiply-adds divided by those of the largest net of a union."""
     family = world.family
-    most = max(family.member(family.at(variant).whole).macs for variant in family.variants)
-    return family.member(net).macs / max(1, most)
+    max_macs = max(family.member(family.at(variant).whole).macs for variant in family.variants)
+    return family.member(net).macs / max(1, max_macs)
 
 
 def drawn(arch: Arch, seed: int, world: World) -> dict[str, Tensor]:
-    """Return the initial weights of a member, as if it were a whole net of its own."""
+    """Return initial weights of a member, drawn as if the member were a model of its own.
+
+    Args:
+        arch: Architecture of the member.
+        seed: Random seed of the weights.
+        world: Family and dtype.
+    """
     family = world.family
-    whole = family.init(seed, dtype=world.dtype)
-    cut = family.cutter.gather(whole, prefix(arch), list(whole))
-    gains = own_range(cut, whole, family)
+    full_weights = family.init(seed, dtype=world.dtype)
+    cut = family.cutter.gather(full_weights, prefix(arch), list(full_weights))
+    gains = own_range(cut, full_weights, family)
     return {
         name: value * gains[name] if gains.get(name, 1.0) != 1 else value.clone()
         for name, value in cut.items()

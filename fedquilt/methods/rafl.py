@@ -19,21 +19,32 @@ from fedquilt.family.family import Family, Rounding, trace
 from fedquilt.family.member import Member
 from fedquilt.family.union import union
 from fedquilt.family.variants import joined, members_of
-from fedquilt.methods.method import Method, Presets
-from fedquilt.methods.students import teaching
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Fold, Weighting
+from fedquilt.round.method import Method, Presets
+from fedquilt.round.students import teaching
 from fedquilt.round.teachers import OUTPUTS, Combined, Teachers
 from fedquilt.round.training.filters import All, Nothing, VariantWeights
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.mutual import Distance, Mutual
 from fedquilt.round.training.objectives import FromTeacher, Imitation, Objective, View
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.regions import WithinVariant
 from fedquilt.round.training.server import ServerTraining, TrainServer
 from fedquilt.tasks import Task
-from fedquilt.terms import WHOLE, Arch, Budget, Client, Extras, Job, Memory, Mix, Server, Submodel
+from fedquilt.terms import (
+    WHOLE,
+    Arch,
+    Budget,
+    Client,
+    ClientState,
+    Extras,
+    Job,
+    Server,
+    Submodel,
+    Submodels,
+)
 
 Order = Literal["together", "in_turn"]
 Limit = Literal["pair", "private"]
@@ -42,13 +53,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Softened(FromTeacher):
-    """The released code's loss of the server: T²/C · KL(σ(student / T) ‖ σ(t)) with t = σ(σ(teacher) / T).
+    """Loss of the server in the released code, with the temperature T and C classes.
 
-    C is the number of classes and T the temperature. The arguments of KL are swapped. In place of its second one,
-    which has to be logarithms, that code has the probabilities t. As logits they have the same gradient.
+        T²/C · KL(σ(student / T) ‖ σ(t)),   t = σ(σ(teacher) / T)
+
+    The arguments of KL are swapped in that code. It passes the probabilities t where KL expects
+    logarithms. Read as logits they give the same gradient.
     """
 
-    temperature: float = 20.0  # T of both nets
+    temperature: float = 20.0  # Temperature T of both nets.
 
     def loss(self, view: View, logits: Tensor, rows: Tensor) -> Tensor:
         t = (rows.softmax(1) / self.temperature).softmax(1)
@@ -58,83 +71,92 @@ class Softened(FromTeacher):
 
 @dataclass(frozen=True)
 class RaFL(Method):
-    """Algorithms 1 and 2: clients train a private net and the knowledge net on each other, and send the latter.
+    """Clients train a private net and a knowledge net on each other, and send the knowledge net.
 
-    The family is a union of architectures (`fq.union`). Its first net is the knowledge net k, the others are private
-    nets p_l. A client l has the private net with the most multiply-adds such that its limits hold. In a round it
-    receives k, and trains both nets on every batch B (equations 2 to 5):
+    These are algorithms 1 and 2. The family is a union of architectures (`fq.union`). Its first net
+    is the knowledge net k, the others are private nets p_l. A client l has the private net with the
+    most multiply-adds within its limits. In a round it receives k, and trains both nets on every
+    batch B (equations 2 to 5):
 
         L_p = CE(p; B) + KL(k ‖ p; B)
         L_k = CE(k; B) + KL(p ‖ k; B)
 
-    It keeps p and sends k. With the clients S of the round, n_l samples of client l and N_S of all (equation 6):
+    It keeps p and sends k. The server averages over the clients S of the round, where client l has
+    n_l samples and all of S have N_S (equation 6):
 
         k = Σ_{l in S} n_l k_l / N_S
 
-    With `distil` the server then trains k on batches of public samples (equation 7), at temperature 1:
+    With `distil` the server then trains k on batches of public samples (equation 7), at temperature
+    1:
 
         k ← k − η ∂ KL(σ(1/|S| Σ_{l in S} k_l(x)) ‖ σ(k(x))) / ∂k
 
-    The settings of section 4.2 are (a) the defaults, with nets that are drawn from the seed; (b) `distil=True`; and
-    (c) `transfer=True` with a union of modules that bring the weights of a supernet. In (a) and (b) a device draws its
-    private net itself. In (c) it downloads it once, which is charged.
+    Section 4.2 has three settings:
 
-    A device trains both nets, so that its limits are limits of the pair. The paper's limits are those of the private
-    net alone: `limit="private"`. The summary then says what pairs cost, and how many devices exceed their limits.
+    - (a) The defaults. All nets are drawn from the random seed.
+    - (b) `distil=True`.
+    - (c) `transfer=True` with a union of modules that have the weights of a supernet.
 
-    With `mutual_weight=0` the nets do not learn from each other: the private nets are trained alone, and the knowledge
-    net is FedAvg's. It is the baseline with the same nets, clients and batches.
+    In (a) and (b) a device draws the weights of its private net itself. In (c) it downloads them
+    once, which counts as communication.
 
-    Accuracy is that of the server's knowledge net. Metrics of clients have the multiply-adds of the private net as
-    keys, and are labelled with the limit: `private_accuracy` and `client_knowledge_accuracy` are means over clients
-    on the whole test set, `local_private_accuracy` on the client's own test samples.
+    A device trains both nets, so that its limits apply to the pair. The paper's limits apply to the
+    private net alone (`limit="private"`). The summary then reports the cost of pairs, and how many
+    devices exceed their limits.
 
-    The paper states neither optimizer nor epochs. The preset `released` has the losses of the released code: squared
-    differences of logits in turn, whose gradient goes into both nets, and at the server the maximum of logits and
-    `Softened`.
-    That code starts from a knowledge net with the supernet's weights where all weights are said to be reset. Whoever
-    makes the union decides that: `knowledge_pretrained` asks for it. Its learning rates fall by a factor of 0.9 after
-    every local epoch, which the preset does not have.
+    With `mutual_weight=0` the nets do not learn from each other. Private nets are then trained
+    locally, and the knowledge net by FedAvg. This is the baseline with the same nets, clients and
+    batches.
+
+    The reported accuracy is that of the server's knowledge net. Metrics of clients have the
+    multiply-adds of the private net as keys, and are labelled with the limit. `private_accuracy`
+    and `client_knowledge_accuracy` are means over clients on the whole test set.
+    `local_private_accuracy` is measured on the client's own test samples.
+
+    The paper states neither optimizer nor epochs. The preset `released` has the losses of the
+    released code. Clients use squared differences of logits, one net after the other, and the
+    gradient flows into both nets. The server uses the maximum of the logits, and `Softened`.
+
+    The released code starts from a knowledge net with the supernet's weights, where the paper says
+    that all weights are reset. `knowledge_pretrained` requests this when the union is created. In
+    that code learning rates fall by a factor of 0.9 after every local epoch. The preset has no such
+    schedule.
     """
 
-    weighting: Weighting = "data"  # What a client counts by in the mean of knowledge nets
-    # When nets move. together: both losses are computed before either net moves. in_turn: the private net moves first,
-    # and the knowledge net learns from the net that has moved (algorithm 1, lines 7 and 8)
+    weighting: Weighting = "data"  # Weights of the clients in the mean of knowledge nets.
+    # Order of the two updates of a batch. together: both losses are computed before either net is
+    # updated. in_turn: the private net is updated first, and the knowledge net learns from the
+    # updated net (algorithm 1, lines 7 and 8).
     order: Order = "together"
-    distance: Distance = "divergence"  # How far nets are from each other: KL, or the mean squared difference of logits
-    mutual_weight: float = (
-        1.0  # Weight of KL in equations 4 and 5. 0: each net learns from the labels alone
-    )
-    detach: bool = (
-        True  # Each net takes the other one's output as a constant. False: gradients go into it too
-    )
-    distil: bool = (
-        False  # The server learns from the clients' nets on public samples. False: it needs none
-    )
-    server_training: ServerTraining = (
-        ServerTraining()
-    )  # How the server trains on public samples, with `distil`
-    ensemble: Combined = (
-        "mean"  # How the clients' logits become the teacher's: their mean, or the maximum
-    )
-    softened: bool = False  # The server has the released code's loss instead of equation 7
-    transfer: bool = (
-        False  # Nets bring weights of a supernet, so that a device downloads its private net once
-    )
-    knowledge_pretrained: bool = (
-        False  # The knowledge net brings such weights although private nets do not
-    )
-    limit: Limit = "pair"  # What a device's limits are limits of: of both nets that it trains, or the private one alone
-    keep_knowledge: bool = (
-        True  # Clients keep the knowledge net that they trained too, so that it can be tested
-    )
+    # Distance between the outputs of both nets: KL divergence, or mean squared error of logits.
+    distance: Distance = "divergence"
+    # Weight of KL in equations 4 and 5. 0: each net learns from the labels alone.
+    mutual_weight: float = 1.0
+    # Each net takes the other net's output as a constant. False: gradients flow into both nets.
+    detach: bool = True
+    # The server learns from the clients' nets on public samples. False: no public samples needed.
+    distil: bool = False
+    # Server training on public samples. It has no effect unless `distil` is true.
+    server_training: ServerTraining = ServerTraining()
+    # Combination of the clients' logits to those of a teacher: their mean, or their maximum.
+    ensemble: Combined = "mean"
+    softened: bool = False  # Use the released code's loss on the server instead of equation 7.
+    # Nets start from the weights of a supernet, so that a device downloads its private net once.
+    transfer: bool = False
+    # The knowledge net starts from the weights of a supernet, although private nets do not.
+    knowledge_pretrained: bool = False
+    # Nets that a device's limits apply to: pair (private and knowledge net), or private alone.
+    limit: Limit = "pair"
+    # Clients also keep the knowledge net that they trained, so that it can be evaluated.
+    keep_knowledge: bool = True
 
     paper = "Yu et al. 2022"
-    # Nets of the space `tiny`, which have 53,000 to 277,000 multiply-adds; a device trains two of them.
+    # Nets of the space `tiny`, which have 53,000 to 277,000 multiply-adds; a device trains two of
+    # them.
     demo_federation: ClassVar[Mapping[str, Any]] = {
         "model": {"name": "searched"},
         "fleet": {
-            "sample": 0.5,
+            "cohort": 0.5,
             "budgets": {"name": "flop_limited", "mean": 240e3, "spread": 0.5, "levels": 3},
         },
     }
@@ -149,7 +171,7 @@ class RaFL(Method):
             "ensemble": "maximum",
             "softened": True,
             "knowledge_pretrained": True,
-            "local": Local(optimiser=SGD(lr=0.05, momentum=0.0), batch_size=64, epochs=25),
+            "local": LocalTraining(optimizer=SGD(lr=0.05, momentum=0.0), batch_size=64, epochs=25),
         },
     }
 
@@ -159,7 +181,8 @@ class RaFL(Method):
         within(self, mutual_weight="[0, inf)")
         if self.local.norm.personal:
             problem = (
-                f"{self.local.norm.name!r} was asked for, under which norms stay on clients. The knowledge net travels "
+                f"{self.local.norm.name!r} was asked for, under which norms stay on clients. The "
+                "knowledge net travels "
                 "with all of its weights: 'batch', 'tracked' or 'post' would work."
             )
             refuse(self, {"local.norm": problem})
@@ -167,11 +190,11 @@ class RaFL(Method):
 
     @property
     def note(self) -> str:
-        told = "accuracy is that of the knowledge net; private nets stay on clients"
+        text = "accuracy is that of the knowledge net; private nets stay on clients"
         return (
-            f"{told}; limits are those of the private net alone"
+            f"{text}; limits are those of the private net alone"
             if self.limit == "private"
-            else told
+            else text
         )
 
     @property
@@ -183,17 +206,23 @@ class RaFL(Method):
         return self.transfer
 
     def shortened(self) -> Self:
-        """Return the method with little training. The server has SGD, because Adam amplifies rounding errors."""
-        few = replace(self.server_training, optimiser=SGD(lr=0.05), batch_size=4, check_every=2)
+        """Return the method with little training, for tests.
+
+        The server uses SGD, because Adam amplifies rounding errors.
+        """
+        few = replace(self.server_training, optimizer=SGD(lr=0.05), batch_size=4, check_every=2)
         return replace(super().shortened(), server_training=replace(few, steps=min(4, few.steps)))
 
     def adapt(self, family: Family) -> Family:
-        """Return the family as it is. It has to be a union."""
+        """Return the family unchanged. Refuse a family that is not a union."""
         if not family.layout.nets or len(family.variants) < 2:
             raise ConfigError(
-                f"RaFL was asked for with {family.title}, which is one architecture; it needs a knowledge net and at "
-                "least one private net. --model searched finds nets for the fleet's limits, --model A B names them, "
-                'and in Python fq.union({"knowledge": fq.trace(…), "private": fq.trace(…)}) would work.'
+                f"RaFL was asked for with {family.title}, which is one architecture; it needs a "
+                "knowledge net and at "
+                "least one private net. --model searched finds nets for the fleet's limits, "
+                "--model A B names them, "
+                'and in Python fq.union({"knowledge": fq.trace(…), "private": fq.trace(…)}) would '
+                "work."
             )
         return family
 
@@ -203,7 +232,8 @@ class RaFL(Method):
             needs_divergences(task)
         if self.softened and not task.has_classes:
             raise ConfigError(
-                f"RaFL was asked for with softened = True, a loss of probabilities of classes; {type(task).__name__} "
+                "RaFL was asked for with softened = True, a loss of probabilities of classes; "
+                f"{type(task).__name__} "
                 "has no classes. softened = False would work."
             )
 
@@ -212,31 +242,42 @@ class RaFL(Method):
         return self.distil and self.server_training.steps > 0
 
     def init(self, world: World) -> Server:
-        """Return the state before the first round: the knowledge net alone."""
+        """Return the state before the first round, which has only the knowledge net."""
         server = super().init(world)
         if not self.transfer:
             _warn_of_brought(world)
-        own = set(world.family.member(knowledge_net(world.family)).names)
+        knowledge_names = set(world.family.member(knowledge_net(world.family)).names)
         return replace(
-            server, weights={name: value for name, value in server.weights.items() if name in own}
+            server,
+            weights={
+                name: value for name, value in server.weights.items() if name in knowledge_names
+            },
         )
 
-    # --- limits ------------------------------------------------------------------------------------------------------
+    # --- limits ----------------------------------------------------------------------------------
 
     def fit(self, budget: Budget, world: World, rounding: Rounding = "floor") -> Arch:
-        """Return the pair of the knowledge net and the largest private net that the limits allow."""
+        """Return the knowledge net paired with the largest private net within the limits.
+
+        Args:
+            budget: Limits of the client.
+            world: World with a union.
+            rounding: It has no effect, because no net is cut.
+        """
         return world.family.at(joined(WHOLE, self.private_for(budget, world))).whole
 
     def private_for(self, budget: Budget, world: World) -> str:
-        """Return the name of the private net with the most multiply-adds such that the limits hold.
+        """Return the name of the private net with the most multiply-adds within the limits.
 
         Raises:
             BudgetError: The limits are a share below 1, or allow none of the nets.
         """
         if budget.share is not None and budget.share < 1:
             raise BudgetError(
-                f"a share of {budget.share:g} was asked for; RaFL gives a device one of several whole nets, and cuts "
-                "none of them. Limits of macs, params or memory would work, such as Budget(macs=28e6), or a share of 1."
+                f"a share of {budget.share:g} was asked for; RaFL gives a device one of several "
+                "whole nets, and cuts "
+                "none of them. Limits of macs, params or memory would work, such as "
+                "Budget(macs=28e6), or a share of 1."
             )
         step = self._step_within(budget, world)
         for name in private_nets(world.family):
@@ -245,25 +286,32 @@ class RaFL(Method):
         raise BudgetError(self._too_tight(budget, step, world))
 
     def _limited(self, private: str, world: World) -> Member:
-        """Return what a device's limits are limits of, if it has this private net."""
+        """Return the net or pair that limits apply to, for a device with this private net."""
         variant = private if self.limit == "private" else joined(WHOLE, private)
         return world.family.member(world.family.at(variant).whole)
 
     def _too_tight(self, budget: Budget, step: TrainingStep | None, world: World) -> str:
+        """Return the error message for limits that allow no net."""
         name = private_nets(world.family)[-1]
         member = self._limited(name, world)
         kind = "private net" if self.limit == "private" else "pair of nets"
         memory = f" and trains in {member.training_memory(step):,} bytes" if step else ""
-        least = f"the smallest {kind} ({name}) has {member.macs:,} multiply-adds and {member.count:,} parameters{memory}"
-        other = (
+        smallest = (
+            f"the smallest {kind} ({name}) has {member.macs:,} multiply-adds and "
+            f"{member.count:,} parameters{memory}"
+        )
+        alternative = (
             ""
             if self.limit == "private"
             else ", or limit = 'private', by which limits are those of one net"
         )
-        return f"no {kind} is within the budget {budget}: {least}. Larger limits or smaller nets would work{other}."
+        return (
+            f"no {kind} is within the budget {budget}: {smallest}. Larger limits or smaller nets "
+            f"would work{alternative}."
+        )
 
     def training_step(self, world: World) -> TrainingStep:
-        """Describe the local step of a pair."""
+        """Describe the local training step of a pair of nets, for counting its memory."""
         pair = world.family.at(joined(WHOLE, private_nets(world.family)[0])).whole
         job = Job(Client(0, Budget(share=1.0)), prefix(pair), 0)
         return self.learner(job, world).training_step(world.family.member(pair), world.precision)
@@ -277,16 +325,25 @@ class RaFL(Method):
         return 1.0
 
     def key(self, budget: Budget, world: World) -> str:
-        """Return 1 for the knowledge net, and for a limit the multiply-adds of the private net that it allows."""
+        """Return the key of a budget's results in records.
+
+        It is "1.0" for the knowledge net, else the multiply-adds of the private net within the
+        limits.
+        """
         if budget == Budget(share=1.0):
             return "1.0"
         return str(float(_macs(world.family, self.private_for(budget, world))))
 
     def account(self, counts: Mapping[Budget, int], world: World) -> dict[str, Any]:
-        """Return the utilisation of limits, what pairs cost, and how many devices exceed their limits.
+        """Return the utilisation of limits, the cost of pairs, and the devices over their limit.
 
-        The utilisation is the mean of the private nets' multiply-adds over the mean limit. Beside it is that of one
-        common net, the largest that all devices can have. Devices without a limit of multiply-adds are left out.
+        The utilisation is the mean of the private nets' multiply-adds divided by the mean limit.
+        `common_utilisation` is that of one net for all, the largest that every device can have.
+        Devices without a limit on multiply-adds are left out of both.
+
+        Args:
+            counts: Number of devices with each budget.
+            world: World with a union.
         """
         family, limited = (
             world.family,
@@ -295,7 +352,7 @@ class RaFL(Method):
         step = self.training_step(world) if any(budget.memory for budget in counts) else None
         pairs = {budget: family.member(self.fit(budget, world)) for budget in counts}
         total = sum(counts.values())
-        found: dict[str, Any] = {
+        figures: dict[str, Any] = {
             "pair_macs": sum(pairs[budget].macs * count for budget, count in counts.items())
             / total,
             "over_limit": sum(
@@ -305,20 +362,20 @@ class RaFL(Method):
             ),
         }
         if not limited:
-            return found
+            return figures
         limits = sum((budget.macs or 0.0) * count for budget, count in limited.items())
         used = sum(
             _macs(family, self.private_for(budget, world)) * count
             for budget, count in limited.items()
         )
-        found["utilisation"] = used / limits
+        figures["utilisation"] = used / limits
         common = next(
             (name for name in private_nets(family) if self._fits_all(name, limited, step, world)),
             None,
         )
         if common is not None:
-            found["common_utilisation"] = _macs(family, common) * sum(limited.values()) / limits
-        return found
+            figures["common_utilisation"] = _macs(family, common) * sum(limited.values()) / limits
+        return figures
 
     def _fits_all(
         self, private: str, budgets: Mapping[Budget, int], step: TrainingStep | None, world: World
@@ -326,7 +383,7 @@ class RaFL(Method):
         member = self._limited(private, world)
         return not any(world.family.excess([member], budget, step) for budget in budgets)
 
-    # --- a round -----------------------------------------------------------------------------------------------------
+    # --- a round ---------------------------------------------------------------------------------
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         """Return the pair, which is one sub-model."""
@@ -347,19 +404,22 @@ class RaFL(Method):
         return replace(stays, phases=phases, taught=leaks, taught_by=private if leaks else "")
 
     def _phases(self, private: str, knowledge: str, loss: Objective) -> tuple[Phase, ...]:
-        """Return the updates of a batch: one of both nets (equations 4 and 5), or one after the other."""
+        """Return the updates of a batch: one of both nets (equations 4 and 5), or one of each."""
         pair = (private, knowledge)
-        both = Mutual(
+        mutual = Mutual(
             loss, pair, distance=self.distance, detach=self.detach, weight=self.mutual_weight
         )
         if self.order == "together":
-            return (Phase(both),)
-        first = replace(both, learns=(private,), detach=True)
-        second = replace(both, learns=(knowledge,))
+            return (Phase(mutual),)
+        first = replace(mutual, learns=(private,), detach=True)
+        second = replace(mutual, learns=(knowledge,))
         return Phase(first, WithinVariant(private)), Phase(second, WithinVariant(knowledge))
 
     def fold(self, server: Server, world: World) -> Fold:
-        """Average the knowledge nets (equation 6), and let them predict the public samples if the server learns."""
+        """Average the knowledge nets (equation 6).
+
+        If the server learns, the received nets also predict the public samples.
+        """
         mean = super().fold(server, world)
         if not self.needs_public:
             return mean
@@ -367,8 +427,15 @@ class RaFL(Method):
         return Teachers(mean, world, server, statistics, combined=self.ensemble, variant=WHOLE)
 
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
-        """Train the knowledge net on public samples (equation 7)."""
-        if OUTPUTS not in outputs:  # Nobody has answered, or the server does not learn.
+        """Train the knowledge net on public samples (equation 7).
+
+        Args:
+            server: State after the merge.
+            outputs: Outputs that the fold collected, by name.
+            world: World with a union.
+            train: Function that trains nets of the server.
+        """
+        if OUTPUTS not in outputs:  # No client has sent a net, or the server does not learn.
             return server
         loss = Softened() if self.softened else Imitation()
         students = (prefix(knowledge_net(world.family)),)
@@ -376,17 +443,24 @@ class RaFL(Method):
             server, teaching(self, students, outputs[OUTPUTS], loss, self.server_training, world)
         )
 
-    # --- nets that clients keep --------------------------------------------------------------------------------------
+    # --- nets that clients keep ------------------------------------------------------------------
 
-    def resumed(self, job: Job, memory: Memory | None, world: World) -> None:
-        """Warn of a client that begins with a new private net although it has one of another architecture."""
+    def resumed(self, job: Job, memory: ClientState | None, world: World) -> None:
+        """Warn if a client starts a new private net because the planned architecture changed.
+
+        Args:
+            job: Client, planned sub-model and round.
+            memory: State that the client kept. None: it has none.
+            world: World with a union.
+        """
         if memory is None:
             return
         stored, planned = _private(memory.submodel), _private(job.submodel)
-        own = world.family.member(world.family.at(planned).whole).trainable
-        if stored != planned and not any(name in memory.weights for name in own):
+        trainable_names = world.family.member(world.family.at(planned).whole).trainable
+        if stored != planned and not any(name in memory.weights for name in trainable_names):
             _log.warning(
-                "client %d (budget %s) has the private net %r in its state, and %r is planned for it in round %d. "
+                "client %d (budget %s) has the private net %r in its state, and %r is planned for "
+                "it in round %d. "
                 "It keeps the old net, and begins with a new one.",
                 job.client.id,
                 job.client.budget,
@@ -395,71 +469,91 @@ class RaFL(Method):
                 job.round + 1,
             )
 
-    def kept_nets(self, memory: Memory, world: World) -> Mapping[str, Submodel]:
-        """Return the private net of a client, and the knowledge net that it trained last if it keeps it."""
+    def kept_nets(self, memory: ClientState, world: World) -> Mapping[str, Submodel]:
+        """Return the private net of a client, and its last knowledge net if it keeps that too."""
         nets = {"private": private_net(world.family, _private(memory.submodel))}
         knowledge = prefix(knowledge_net(world.family))
         if all(name in memory.weights for name in world.family.member(knowledge).trainable):
             nets["client_knowledge"] = knowledge
         return nets
 
-    def own(self, server: Server, client: Client, world: World) -> Mix:
-        """Return the private net of a client: the one in its state, or that of its limits before it trains."""
+    def own(self, server: Server, client: Client, world: World) -> Submodels:
+        """Return the private net of a client.
+
+        It is the net in the client's state. Before its first training it is the net for its limits.
+
+        Args:
+            server: State with the memory of clients.
+            client: Client.
+            world: World with a union.
+        """
         memory = server.memory.get((client.id, ""))
         name = _private(memory.submodel) if memory else self.private_for(client.budget, world)
         return (private_net(world.family, name),)
 
-    def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
-        """Return the knowledge net, which is all that the server has."""
+    def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
+        """Return the knowledge net, the only net that the server has."""
         return (prefix(knowledge_net(world.family)),)
 
     def trial(self, family: Family) -> tuple[Family, tuple[Budget, ...]]:
-        """Return a union of three nets that are cut from one, and limits that allow the larger and the smaller."""
+        """Return a union of three nets cut from one family, and budgets for both private nets.
+
+        Tests use them to try the method on any family.
+        """
         nets = {
             name: _cut_out(family, share)
             for name, share in (("knowledge", 0.25), ("small", 0.25), ("big", 0.5))
         }
-        found = union(nets)
-        pairs = [found.member(found.at(joined(WHOLE, name)).whole) for name in ("big", "small")]
-        return found, (Budget(share=1.0), *(Budget(macs=float(pair.macs)) for pair in pairs))
+        nets_union = union(nets)
+        pairs = [
+            nets_union.member(nets_union.at(joined(WHOLE, name)).whole) for name in ("big", "small")
+        ]
+        return nets_union, (Budget(share=1.0), *(Budget(macs=float(pair.macs)) for pair in pairs))
 
 
 def knowledge_net(family: Family) -> Arch:
-    """Return the net of a union that travels, which is its first."""
+    """Return the knowledge net of a union, which is its first net."""
     return family.at(WHOLE).whole
 
 
 def private_net(family: Family, name: str) -> Submodel:
-    """Return one of the nets of a union that stay on clients."""
+    """Return a private net of a union by its name."""
     return prefix(family.at(name).whole)
 
 
 @lru_cache(maxsize=16)
 def private_nets(family: Family) -> tuple[str, ...]:
-    """Return the names of the nets of a union that stay on clients, those with the most multiply-adds first."""
+    """Return the names of a union's private nets, in descending order of multiply-adds."""
     names = [variant for variant in family.variants if variant != WHOLE]
     return tuple(sorted(names, key=lambda name: -_macs(family, name)))
 
 
 def needs_divergences(task: Task) -> None:
-    """Refuse a task that does not say how far outputs are from a teacher's."""
+    """Refuse a task that does not define the distance between outputs and a teacher's."""
     if type(task).divergences is Task.divergences:
         nothing = torch.zeros(1, 1)
-        task.divergences(nothing, nothing, nothing)  # It says what is missing.
+        task.divergences(nothing, nothing, nothing)  # Raises an error that says what is missing.
 
 
 def _warn_of_brought(world: World) -> None:
-    """Warn if a private net has the same weights for every seed: a device that has to draw them could not."""
+    """Warn if a private net has the same weights for every seed.
+
+    Devices could not draw such weights from the seed, so that they would have to download them.
+    """
     family = world.family
-    one, other = (family.init(seed) for seed in (world.seed, world.seed + 1))
+    weights, reseeded_weights = (family.init(seed) for seed in (world.seed, world.seed + 1))
     for name in private_nets(family):
-        drawn = [
-            key for key in family.member(family.at(name).whole).trainable if one[key].dim() > 1
+        matrix_names = [
+            key for key in family.member(family.at(name).whole).trainable if weights[key].dim() > 1
         ]
-        if drawn and all(torch.equal(one[key], other[key]) for key in drawn):
+        if matrix_names and all(
+            torch.equal(weights[key], reseeded_weights[key]) for key in matrix_names
+        ):
             _log.warning(
-                "the private net %r has the same weights for every seed, so that devices cannot draw them. "
-                "transfer = True charges a device for downloading them; a union of functions that make the nets draws "
+                "the private net %r has the same weights for every seed, so that devices cannot "
+                "draw them. "
+                "transfer = True charges a device for downloading them; a union of functions that "
+                "make the nets draws "
                 "new ones.",
                 name,
             )
@@ -476,7 +570,10 @@ def _private(submodel: Submodel) -> str:
 
 
 def _cut_out(family: Family, share: float) -> Family:
-    """Return the family of a net that has a share of another family's channels, drawn from the seed as that is."""
+    """Return the family of a net that has a share of another family's channels.
+
+    Its initial weights depend on the seed, as those of the other family do.
+    """
     arch = family.fit(Budget(share=share))
     return trace(
         lambda: family.module(arch, family.init(torch.initial_seed())), family.example_inputs

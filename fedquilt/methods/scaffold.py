@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import ConfigError
-from fedquilt.methods.method import Method
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Fold, Mean, Plain, ServerStep, Stateful, Sum, Weighting, as_weights
+from fedquilt.round.method import Method
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import View, Wrapping
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.passes import GradientPass
@@ -22,30 +22,32 @@ from fedquilt.round.training.state import Left, MethodState, Trained
 from fedquilt.terms import Job, Server
 
 Option = Literal["I", "II"]
-CONTROL = "control"  # The server's variate c, and a client's change of its own on the way up.
-CLIENT_CONTROL = "client_control"  # A client's variate c_i.
+CONTROL = "control"  # Slot of the server's variate c. In uploads it has the change c_i⁺ − c_i.
+CLIENT_CONTROL = "client_control"  # Slot of a client's variate c_i.
 
 
 @dataclass(frozen=True)
 class Corrected(Wrapping):
-    """Another objective plus the linear term ⟨c − c_i, w⟩, whose gradient is the correction of every step.
+    """Another objective plus the linear term ⟨c − c_i, w⟩.
 
-    The term is shifted by a constant so that its value is 0 at the current weights. The losses that are reported are
-    then those of the other objective.
+    The gradient of the term is the correction of every step. A constant shifts the term so that its
+    value is 0 at the current weights. Reported losses are thus those of the other objective.
     """
 
     def __call__(self, view: View) -> Tensor:
         loss = self.objective(view)
-        control, own = view.slots[CONTROL], view.slots[CLIENT_CONTROL]
+        control, client_control = view.slots[CONTROL], view.slots[CLIENT_CONTROL]
         for name in control:
             weight = view.weights[name]
-            loss = loss + ((control[name] - own[name]) * (weight - weight.detach())).sum()
+            loss = (
+                loss + ((control[name] - client_control[name]) * (weight - weight.detach())).sum()
+            )
         return loss
 
 
 @dataclass(frozen=True)
 class ControlVariates(MethodState):
-    """The variates c and c_i, and line 12 of algorithm 1, which updates c_i."""
+    """State of the control variates c and c_i, with the update of c_i (algorithm 1, line 12)."""
 
     slots_down: tuple[str, ...] = (CONTROL,)
     slots_kept: tuple[str, ...] = (CLIENT_CONTROL,)
@@ -53,51 +55,60 @@ class ControlVariates(MethodState):
     option: Option = "II"
 
     def finish(self, trained: Trained) -> Left:
-        """Return c_i⁺, which is kept, and c_i⁺ − c_i, which is sent."""
-        control, own = trained.slots[CONTROL], trained.slots[CLIENT_CONTROL]
+        """Return c_i⁺, which the client keeps, and c_i⁺ − c_i, which it sends."""
+        control, client_control = trained.slots[CONTROL], trained.slots[CLIENT_CONTROL]
         new = {name: self._updated(trained, name) for name in control}
-        return Left({CLIENT_CONTROL: new}, {CONTROL: {name: new[name] - own[name] for name in new}})
+        return Left(
+            {CLIENT_CONTROL: new},
+            {CONTROL: {name: new[name] - client_control[name] for name in new}},
+        )
 
     def _updated(self, trained: Trained, name: str) -> Tensor:
-        if self.option == "I":  # The gradient at the received weights
+        if self.option == "I":  # The gradient at the received weights.
             return trained.passes["gradient"][name]
         drift = trained.received[name] - trained.weights[name]
-        control, own = trained.slots[CONTROL][name], trained.slots[CLIENT_CONTROL][name]
-        return own - control + drift / (trained.steps * trained.lr)
+        control, client_control = trained.slots[CONTROL][name], trained.slots[CLIENT_CONTROL][name]
+        return client_control - control + drift / (trained.steps * trained.lr)
 
 
 @dataclass(frozen=True)
 class Scaffold(Method):
-    """Each step of a client is corrected by c − c_i, the difference of the server's variate and its own.
+    """Each local step is corrected by c − c_i, the server's variate minus the client's.
 
-    A variate estimates a gradient: c_i that of the client's loss, c their mean over the fleet. Variates that stay zero
-    give FedAvg with uniform weights. A client that holds a sub-model has both variates at its positions alone; others
-    keep their values. The server adds (c_i⁺ − c_i)/N at the positions that arrived, N being the clients of the fleet.
+    A variate estimates a gradient: c_i that of the client's loss, c the mean over the fleet. If all
+    variates stay zero, this is FedAvg with uniform weights. A client with a sub-model has both
+    variates at its positions only. The values at other positions do not change. The server adds
+    (c_i⁺ − c_i)/N at the received positions, where N is the number of clients in the fleet.
     """
 
-    local: Local = Local(optimiser=SGD(momentum=0.0))
-    weighting: Weighting = "uniform"  # What a client counts by in the mean; the paper's is uniform
-    option: Option = "II"  # How c_i is updated. I: gradient at the received weights; II: mean gradient of the steps
-    server_lr: float = 1.0  # Step size of the server; 1 takes the mean as it is
+    local: LocalTraining = LocalTraining(optimizer=SGD(momentum=0.0))
+    weighting: Weighting = "uniform"  # Weights of the clients in the mean. The paper's are uniform.
+    # Update of c_i. I: gradient at the received weights. II: mean gradient of the local steps.
+    option: Option = "II"
+    server_lr: float = 1.0  # Learning rate of the server. 1 takes the mean of the clients.
     paper = "Karimireddy et al. 2020"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self, option=Option)
         within(self, server_lr="(0, inf)")
-        optimiser = self.local.optimiser
-        wrong = {}
-        if not isinstance(optimiser, SGD) or optimiser.momentum or optimiser.clip:
-            wrong["local.optimiser"] = (
-                f"{optimiser} was asked for; (x − y)/(K·η) is the mean gradient of a client's steps for plain SGD "
-                "alone. SGD(momentum=0, clip=0) works, with any learning rate, schedule and weight decay."
+        optimizer = self.local.optimizer
+        problems = {}
+        if not isinstance(optimizer, SGD) or optimizer.momentum or optimizer.clip:
+            problems["local.optimizer"] = (
+                f"{optimizer} was asked for; (x − y)/(K·η) is the mean gradient of a client's "
+                "steps for plain SGD "
+                "alone. SGD(momentum=0, clip=0) works, with any learning rate, schedule and weight "
+                "decay."
             )
-        if self.server_lr != 1 and not isinstance(self.server, Plain):
-            wrong["server_lr"] = (
-                f"{self.server_lr} was asked for beside server = {self.server}, which has a step size of its own; "
+        if self.server_lr != 1 and not isinstance(self.server_optimizer, Plain):
+            problems["server_lr"] = (
+                f"{self.server_lr} was asked for beside server_optimizer = "
+                f"{self.server_optimizer}, which has a step "
+                "size of its own; "
                 "server_lr = 1 works."
             )
-        refuse(self, wrong)
+        refuse(self, problems)
 
     def init(self, world: World) -> Server:
         """Return the state before the first round, with c = 0."""
@@ -118,14 +129,15 @@ class Scaffold(Method):
         )
 
     def fold(self, server: Server, world: World) -> Fold:
-        """Fold the weights as a mean with the server's step size, and add (c_i⁺ − c_i)/N to c."""
+        """Average the weights with the server's learning rate, and add (c_i⁺ − c_i)/N to c."""
         if not world.num_clients:
             raise ConfigError(
-                f"{type(self).__name__} was asked for in a world of unknown size; it divides by the number of clients "
+                f"{type(self).__name__} was asked for in a world of unknown size; it divides by "
+                "the number of clients "
                 "of the fleet. World(…, num_clients=100) works."
             )
         cutter, plain = world.family.cutter, frozenset(world.family.statistics)
-        optimiser = self.server if self.server_lr == 1 else ServerStep(self.server_lr)
-        mean = Mean(cutter, self.weighting, optimiser, plain=plain).begin(server)
+        optimizer = self.server_optimizer if self.server_lr == 1 else ServerStep(self.server_lr)
+        mean = Mean(cutter, self.weighting, optimizer, plain=plain).begin(server)
         change = Sum(cutter, scale=1 / world.num_clients).begin(as_weights(server, CONTROL))
         return Stateful(mean, {CONTROL: change})

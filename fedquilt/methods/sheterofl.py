@@ -7,22 +7,23 @@ from typing import Any, ClassVar
 
 from fedquilt.checks import within
 from fedquilt.family.cut import prefix
-from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.splitmix_settings import compared_presets
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Weighting
+from fedquilt.round.method import Method, Presets
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import Summed
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.schedules import Cosine, Steps
 from fedquilt.terms import Arch, Client, Job, Server, Submodel
 
-_SGD = SGD(lr=0.1, momentum=0.9, decay=5e-4)
-# The released sweeps: digits_SHeteroFL.yaml and cifar10_SHeteroFL.yaml. Layers always rescale in training.
-_DIGITS = Local(optimiser=_SGD, schedule=Cosine(300), batch_size=32, scaler=True)
-_CIFAR10 = Local(
-    optimiser=_SGD,
+_SGD = SGD(lr=0.1, momentum=0.9, weight_decay=5e-4)
+# Settings of the released sweeps digits_SHeteroFL.yaml and cifar10_SHeteroFL.yaml. In training,
+# layers always rescale their outputs.
+_DIGITS = LocalTraining(optimizer=_SGD, schedule=Cosine(300), batch_size=32, scaler=True)
+_CIFAR10 = LocalTraining(
+    optimizer=_SGD,
     schedule=Steps((150, 250), 0.1),
     epochs=5,
     batch_size=128,
@@ -33,28 +34,28 @@ _CIFAR10 = Local(
 )
 
 
-def _released(local: Local) -> dict[str, Any]:
+def _released(local: LocalTraining) -> dict[str, Any]:
     return {"local": local, "weighting": "data", "count_widths": True}
 
 
 @dataclass(frozen=True)
 class SHeteroFL(Method):
-    """Slimmable local training: one step on the summed gradients of all prototype widths up to the client's own.
+    """HeteroFL with slimmable local training.
 
-    In the merge a client counts once for each position. The code released with Split-Mix adds its widest net once for
-    every width it trains, so that there a client counts data × widths at all its positions (`count_widths`). That code
-    also lets every client train on as many batches as clients have on average, which is not reproduced here.
+    Each step sums the gradients of all widths up to the client's own.
+
+    In the merge a client counts once for each position. The code released with Split-Mix adds a
+    client's widest net once for every width that it trains. The weight of a client is then its
+    number of samples times its number of widths (`count_widths`). That code also lets every client
+    train on the mean number of batches of all clients, which is not reproduced here.
     """
 
-    local: Local = Local()
+    local: LocalTraining = LocalTraining()
     weighting: Weighting = "uniform"
-    widths: tuple[float, ...] = (
-        1.0,
-        0.5,
-        0.25,
-        0.125,
-    )  # the shares a client trains, as far as it can hold them
-    count_widths: bool = False  # Count a client once per width it trains, as the released code does
+    # Shares that a client trains, as far as they fit into its budget.
+    widths: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125)
+    # Count a client once per width it trains, as the released code does.
+    count_widths: bool = False
     paper = "Hong et al. 2022"
     presets: ClassVar[Presets] = {
         **compared_presets(scaler=False),
@@ -81,6 +82,6 @@ class SHeteroFL(Method):
         )
 
     def _affordable(self, arch: Arch, world: World) -> tuple[float, ...]:
-        """The prototypes narrower than the client's net."""
-        own = world.family.member(arch)
-        return tuple(share for share in self.widths if own.nested(share).count < own.count)
+        """Return the widths that are narrower than the client's net."""
+        member = world.family.member(arch)
+        return tuple(share for share in self.widths if member.nested(share).count < member.count)

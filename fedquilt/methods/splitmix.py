@@ -1,4 +1,4 @@
-"""Split-Mix: narrow base nets that every device can train, mixed on demand (Hong et al., ICLR 2022)."""
+"""Split-Mix: narrow base nets that are combined as budgets allow (Hong et al., ICLR 2022)."""
 
 from __future__ import annotations
 
@@ -18,37 +18,42 @@ from fedquilt.family.cut import windows
 from fedquilt.family.dual import HOW_TO
 from fedquilt.family.norms import Tracked
 from fedquilt.methods.initial import own_range
-from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.splitmix_settings import CIFAR10, DIGITS, SPLITMIX_SGD, compared_presets
-from fedquilt.round.attack import PGD, AdversarialTraining
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Weighting
+from fedquilt.round.method import Method, Presets
+from fedquilt.round.training.attacks import PGD, AdversarialTraining
 from fedquilt.round.training.learner import Learner
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.schedules import Cosine, Steps
-from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel
+from fedquilt.terms import Arch, Budget, Client, Job, Server, Submodel, Submodels
 
 if TYPE_CHECKING:
     from fedquilt.family.family import Rounding
 
 _DIGITS = replace(DIGITS, scaler=True)
 _CIFAR10 = replace(CIFAR10, scaler=True)
-# Released: steps of min(1.25·ε, ε + 4/255) / 7, on the net in evaluation mode. Paper: 2/255.
-_RELEASED_ATTACK = AdversarialTraining(attack=PGD(size=10 / 255 / 7), search="evaluation")
+# The released attack takes steps of min(1.25·ε, ε + 4/255) / 7 on the net in evaluation mode. The
+# paper has steps of 2/255.
+_RELEASED_ATTACK = AdversarialTraining(attack=PGD(step_size=10 / 255 / 7), search="evaluation")
 
 
-def _robust(local: Local) -> dict[str, object]:
-    """Track norm statistics, with both rescalings off, as the released adversarial runs do."""
+def _robust(local: LocalTraining) -> dict[str, object]:
+    """Return a preset for adversarial training as in the released code.
+
+    It tracks norm statistics, and rescales neither layers nor initial weights.
+    """
     tracked = replace(local, norm=Tracked(), scaler=False)
     return {"local": tracked, "rescale_init": False, "robust": True}
 
 
 @dataclass(frozen=True)
 class SplitMix(Method):
-    """M = floor(1/r) independent nets of share r, each a scope of the server's state.
+    """The model is split into M = floor(1/r) independent base nets of share r.
 
-    A client of share R trains floor(R/r) of them at the same time, others every round; a device of share R mixes the
-    logits of the first floor(R/r).
+    Each base net has its own scope in the server's state. A client of share R trains floor(R/r) of
+    them at the same time, and different ones every round. A device of share R averages the logits
+    of the first floor(R/r).
 
     With `sort` the base nets are ordered by their accuracy before they are tested or deployed
     (algorithm 1, line 9). The paper measures it on validation data, which clients hold back with
@@ -56,40 +61,39 @@ class SplitMix(Method):
     samples that clients train on.
 
     Presets that end in `released` are the settings of the authors' code. Its experiments also
-    differ in what is not part of a method:
+    differ in settings that are not part of a method:
 
     - All clients train in every round.
-    - Half of the Digits images are for validation, so that a client trains on 111 to 113. Of
-      CIFAR-10 it is a tenth. `data.validation` holds back as many. The released code tests the
-      checkpoint of the best validation accuracy, and fedquilt the last one.
+    - Half of the Digits images and a tenth of CIFAR-10 are for validation, so that a client of
+      Digits trains on 111 to 113 images. `data.validation` holds back the same numbers. The
+      released code tests the checkpoint with the best validation accuracy, and fedquilt the last
+      one. `run.deploy(round="best")` returns the best one.
     - Adversarial runs split CIFAR-10 iid. On Digits they train one base net of share 1.
-      Tests attack with the steps of training: `Evaluation(attack=PGD(size=10 / 255 / 7))`.
+      Tests attack with the steps of training: `Evaluation(attack=PGD(step_size=10 / 255 / 7))`.
 
-    Two of its options are norm policies here. `lbn`, which keeps all of a norm on its client, is
-    `norm="local-all"`; the presets average norms, as without that option. Norms that are measured
-    afterwards are measured on each client's own data: `norm="post-own"`. With `norm="post"` it is
-    the data of all clients. Under both of the former, clients have unequal nets, and accuracy is
-    the mean over clients.
+    Two options of that code are norm policies here. `lbn`, which keeps norms on their client, is
+    `norm="per_client-all"`. The presets average norms, as the code does without that option. Norm
+    statistics that are measured after training on each client's own data are `norm="post-own"`.
+    `norm="post"` measures them on the data of all clients. With "per_client-all" and "post-own"
+    clients have different nets, and accuracy is the mean over clients.
     """
 
-    local: Local = Local(optimiser=SPLITMIX_SGD, scaler=True)
+    local: LocalTraining = LocalTraining(optimizer=SPLITMIX_SGD, scaler=True)
     weighting: Weighting = "data"
-    base: float = 0.125  # r, the share of a base net; 1 gives FedAvg
-    rescale_init: bool = True  # initial weights have the variance of the whole net's (section 4.2)
-    sort: bool = (
-        False  # Best base nets first, by validation or training samples (algorithm 1, line 9)
-    )
-    robust: bool = (
-        False  # algorithm 4: attacked samples go through noised norms of their own (section 4.3)
-    )
+    base: float = 0.125  # Share r of a base net. 1 gives FedAvg.
+    rescale_init: bool = True  # Draw initial weights with the variance of the whole net's (4.2).
+    # Order base nets by accuracy on validation or training samples (algorithm 1, line 9).
+    sort: bool = False
+    # Train on attacked samples too, with separate norms for them (algorithm 4, section 4.3).
+    robust: bool = False
     paper = "Hong et al. 2022"
     presets: ClassVar[Presets] = {
         **compared_presets(scaler=True),
         "digits-released": {
-            "local": replace(_DIGITS, optimiser=SPLITMIX_SGD, schedule=Cosine(300)),
+            "local": replace(_DIGITS, optimizer=SPLITMIX_SGD, schedule=Cosine(300)),
         },
         "cifar10-released": {"local": replace(_CIFAR10, masked="batch", crop=4, flip=True)},
-        "robust": _robust(Local(optimiser=SPLITMIX_SGD)),
+        "robust": _robust(LocalTraining(optimizer=SPLITMIX_SGD)),
         "digits-robust": _robust(_DIGITS),
         "digits-robust-released": {
             **_robust(replace(_DIGITS, schedule=Cosine(300), adversarial=_RELEASED_ATTACK)),
@@ -99,7 +103,7 @@ class SplitMix(Method):
         "cifar10-robust-released": _robust(
             replace(
                 _CIFAR10,
-                optimiser=replace(SPLITMIX_SGD, lr=0.1),
+                optimizer=replace(SPLITMIX_SGD, lr=0.1),
                 schedule=Steps((200, 300), 0.1),
                 masked="",
                 crop=4,
@@ -115,8 +119,10 @@ class SplitMix(Method):
         if self.sort and self.personal:
             norm = self.local.norm.name
             why = (
-                f"True was asked for with local.norm = {norm!r}, under which every client has nets of its own. One "
-                "order of base nets for all is found where clients share them: local.norm = 'post' or 'tracked'; "
+                f"True was asked for with local.norm = {norm!r}, under which every client has nets "
+                "of its own. One "
+                "order of base nets for all is found where clients share them: local.norm = 'post' "
+                "or 'tracked'; "
                 "sort = false keeps the order."
             )
             refuse(self, {"sort": why})
@@ -134,111 +140,135 @@ class SplitMix(Method):
 
     @property
     def count(self) -> int:
-        """M, the number of base nets."""
+        """Return the number of base nets, M."""
         return _whole(1 / self.base)
 
     def initial(self, world: World) -> dict[str, Tensor]:
-        """Cut every base net from a whole net of its own, so that all start independently.
+        """Cut every base net from a different random initialization of the whole net.
 
         Weights and biases thus have the range of the whole net's fan-in (section 4.2). Without
         `rescale_init` they have the wider range of the base net's own fan-in.
 
-        A traced function is called with another seed for every base net. A traced *module* cannot
-        be drawn anew, because it brings one set of weights. Its base nets are neighbouring windows
-        of these weights. They share what is not cut, such as the output bias, and start alike on
-        axes with fewer channels than there are base nets.
+        A traced function is called with a different seed for every base net. A traced *module* has
+        only one set of weights. Its base nets are neighbouring windows of these weights. They share
+        weights that are not cut, such as the output bias, and are equal on axes with fewer channels
+        than there are base nets.
         """
         family, member = world.family, self._member(world)
         weights: dict[str, Tensor] = {}
-        for place in range(self.count):
+        for index in range(self.count):
             # The first has the seed of the run, so that a single base net starts as FedAvg does.
-            seed = noise.key(45, world.seed, place) if place else world.seed
-            whole = family.init(seed, dtype=world.dtype)
-            starts = {axis: place * width for axis, width in member.widths}
+            seed = noise.key(45, world.seed, index) if index else world.seed
+            full_weights = family.init(seed, dtype=world.dtype)
+            starts = {axis: index * width for axis, width in member.widths}
             window = windows(member, starts, family.layout.sizes)
-            cut = family.cutter.gather(whole, window, list(whole))
-            gains = {} if self.rescale_init else own_range(cut, whole, family)
-            own = {name: value * gains[name] for name, value in cut.items() if name in gains}
-            own |= {name: value.clone() for name, value in cut.items() if name not in gains}
-            weights |= {_scope(place) + name: own[name] for name in cut}
+            cut = family.cutter.gather(full_weights, window, list(full_weights))
+            gains = {} if self.rescale_init else own_range(cut, full_weights, family)
+            base_weights = {
+                name: value * gains[name] for name, value in cut.items() if name in gains
+            }
+            base_weights |= {
+                name: value.clone() for name, value in cut.items() if name not in gains
+            }
+            weights |= {_scope(index) + name: base_weights[name] for name in cut}
         return weights
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
-        """Algorithm 2: one base net in turn from a shuffled cycle that all clients share, and others by lot."""
-        cycle, place = divmod(client.turn, self.count)
-        first = int(noise.order(noise.key(43, world.seed, cycle), self.count)[place])
-        others = [base for base in range(self.count) if base != first]
+        """Return the base nets that a client trains (algorithm 2).
+
+        The first is the next one of a shuffled cycle that all clients share. The others are drawn
+        at random.
+        """
+        cycle, index = divmod(client.turn, self.count)
+        first = int(noise.order(noise.key(43, world.seed, cycle), self.count)[index])
+        other_bases = [base for base in range(self.count) if base != first]
         key = noise.key(44, world.seed, client.id, server.round)
-        drawn = noise.choose(key, self._trained(client, world) - 1, len(others))
+        drawn_positions = noise.choose(key, self._trained(client, world) - 1, len(other_bases))
         return [
-            self._base(place, world)
-            for place in sorted([first, *(others[place] for place in drawn)])
+            self._base(index, world)
+            for index in sorted([first, *(other_bases[index] for index in drawn_positions)])
         ]
 
     def learner(self, job: Job, world: World) -> Learner:
-        """Algorithm 3, or 4 where robust; the loss may be masked, but all rows of the output layer are averaged."""
+        """Return the local training of algorithm 3, or of algorithm 4 if `robust` is set.
+
+        All rows of the output layer are averaged, even if the loss is masked.
+        """
         return replace(super().learner(job, world), class_rows=False)
 
     def divisor(self, job: Job, world: World) -> float:
         """Return the share of a base net (A.3)."""
         return self.base
 
-    def candidates(self, server: Server, world: World) -> Mix:
+    def candidates(self, server: Server, world: World) -> Submodels:
         """Return the base nets if they are to be sorted (algorithm 1, line 9).
 
-        They are scored on validation samples where clients hold some back. Without these, samples
-        that clients train on take their place.
+        They are scored on validation samples if clients hold some back, else on training samples.
         """
         if not self.sort:
             return ()
-        return tuple(self._base(place, world) for place in range(self.count))
+        return tuple(self._base(index, world) for index in range(self.count))
 
-    def arranged(self, server: Server, scores: Sequence[float], world: World) -> Server:
-        """Sort the base nets by their accuracy, the best first (algorithm 1, line 9)."""
-        best = sorted(range(self.count), key=lambda place: -scores[place])
+    def ranked(self, server: Server, scores: Sequence[float], world: World) -> Server:
+        """Sort the base nets by accuracy, the best first (algorithm 1, line 9).
+
+        Args:
+            server: State with the base nets.
+            scores: Accuracy of each base net.
+            world: Family, task and random seed.
+        """
+        best = sorted(range(self.count), key=lambda index: -scores[index])
         names = list(dict.fromkeys(name[name.rfind("/") + 1 :] for name in server.weights))
         weights = {
-            _scope(to) + name: server.weights[_scope(place) + name]
-            for to, place in enumerate(best)
+            _scope(to) + name: server.weights[_scope(index) + name]
+            for to, index in enumerate(best)
             for name in names
         }
         return replace(server, weights=weights)
 
-    def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
-        """Algorithm 1, line 11: the first floor(R/r) base nets."""
-        return tuple(self._base(place, world) for place in range(self.affordable(budget, world)))
+    def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
+        """Return the first floor(R/r) base nets (algorithm 1, line 11)."""
+        return tuple(self._base(index, world) for index in range(self.affordable(budget, world)))
 
-    def own(self, server: Server, client: Client, world: World) -> Mix:
-        return tuple(self._base(place, world) for place in range(self._trained(client, world)))
+    def own(self, server: Server, client: Client, world: World) -> Submodels:
+        return tuple(self._base(index, world) for index in range(self._trained(client, world)))
 
     def trainable_share(self, budget: Budget, world: World, rounding: Rounding = "floor") -> float:
-        """Return the share that a client's base nets add up to, which fit where one net as wide may not."""
+        """Return the sum of the shares of a client's base nets.
+
+        They may fit a budget that a single net of this share exceeds.
+
+        Args:
+            budget: Budget of the client.
+            world: Family, task and random seed.
+            rounding: Rounding of a share. It has no effect if the budget has another bound.
+        """
         if budget.macs is budget.params is budget.memory is None:
             return super().trainable_share(budget, world, rounding)
         return self.base * self.affordable(budget, world, self._step_within(budget, world))
 
     def runnable_share(self, budget: Budget, world: World) -> float:
-        """Return the share that the base nets of a deployed device add up to."""
+        """Return the sum of the shares of the base nets that a device can run."""
         return self.base * self.affordable(budget, world)
 
     def _trained(self, client: Client, world: World) -> int:
-        """Return how many base nets a client trains at the same time."""
+        """Return the number of base nets that a client trains at the same time."""
         return self.affordable(client.budget, world, self._step_within(client.budget, world))
 
     def affordable(self, budget: Budget, world: World, step: TrainingStep | None = None) -> int:
-        """Return how many base nets a budget holds: floor(R/r) of a share, or what fits a bound.
+        """Return the number of base nets that fit into a budget. For a share R it is floor(R/r).
 
         Args:
             budget: Bounds of a device.
-            world: The family.
-            step: The step with which all are trained at once. None: they run one after another.
+            world: World with the family.
+            step: Training step of all base nets at once. None: they run one after another.
         """
-        one = world.family.cost(self._member(world), step or TrainingStep())
-        room = budget.memory and (budget.memory if step else budget.memory - one.activations)
+        base_cost = world.family.cost(self._member(world), step or TrainingStep())
+        room = budget.memory and (budget.memory if step else budget.memory - base_cost.activations)
         bounds = [
-            (budget.macs, one.macs),
-            (budget.params, one.params),
-            (room, one.memory if step else one.bytes),
+            (budget.macs, base_cost.macs),
+            (budget.params, base_cost.params),
+            (room, base_cost.memory if step else base_cost.bytes),
             (budget.share, self.base),
         ]
         count = min(
@@ -246,11 +276,14 @@ class SplitMix(Method):
         )
         if count < 1:
             fits = world.family.share(budget, step=step)
-            needs = f"train in {one.memory:,}" if step else f"run in {one.inference:,}"
+            needs = f"train in {base_cost.memory:,}" if step else f"run in {base_cost.inference:,}"
             raise BudgetError(
-                f"the budget {budget} was given; Split-Mix's base nets have a share of {self.base:g}, {one.params:,} "
-                f"parameters and {one.macs:,} multiply-adds, and {needs} bytes. A smaller base fits: "
-                f"method.base = {fits} in a file, SplitMix(base={fits}) in Python; or larger budgets, which clients "
+                f"the budget {budget} was given; Split-Mix's base nets have a share of "
+                f"{self.base:g}, {base_cost.params:,} "
+                f"parameters and {base_cost.macs:,} multiply-adds, and {needs} bytes. A smaller "
+                "base fits: "
+                f"method.base = {fits} in a file, SplitMix(base={fits}) in Python; or larger "
+                "budgets, which clients "
                 "have from the fleet (fleet.budgets)."
             )
         return count
@@ -259,7 +292,7 @@ class SplitMix(Method):
         return world.family.fit(Budget(share=self.base))
 
     def _base(self, place: int, world: World) -> Submodel:
-        """A base net is all that its scope holds."""
+        """Return a base net, with all weights of its scope."""
         return Submodel(self._member(world), Index(), _scope(place))
 
 
@@ -268,4 +301,4 @@ def _scope(place: int) -> str:
 
 
 def _whole(ratio: float) -> int:
-    return math.floor(round(ratio, 9))  # 1 / 0.1 is 10, whatever its last digit
+    return math.floor(round(ratio, 9))  # Rounding first makes 1 / 0.1 exactly 10.

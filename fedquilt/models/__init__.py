@@ -1,4 +1,7 @@
-"""Plain modules by name: `MODELS["resnet18"].factory(num_classes=100)` is an `nn.Module` like any of the user's own."""
+"""Models by name, as plain PyTorch modules.
+
+`MODELS["resnet18"].factory(num_classes=100)` returns an `nn.Module` like any that a user writes.
+"""
 
 from __future__ import annotations
 
@@ -75,24 +78,33 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model one can ask for by name: how to make it, what it eats with its default options, where it comes from."""
+    """A model that can be requested by name.
+
+    It says how to make the model, which inputs the model takes by default, and which paper it is
+    from.
+    """
 
     factory: Callable[..., nn.Module]
-    input_shape: tuple[int, ...]  # without the batch
+    input_shape: tuple[int, ...]  # Shape of one sample, without the batch dimension
     paper: str
-    integer_vocab: int | None = None  # inputs are integers below this instead of real numbers
-    fixed: tuple[
-        str, ...
-    ] = ()  # layers its paper leaves whole: what to pass on to `fedquilt.trace`
+    # Number of tokens, if inputs are integers from 0 to one less. None: inputs are real numbers.
+    integer_vocab: int | None = None
+    # Layers that the paper never cuts. Pass them to `fedquilt.trace` as `fixed`.
+    fixed: tuple[str, ...] = ()
 
     def takes(self, sample: Tensor) -> bool:
-        """Whether it was made for samples of this kind: images, rows of numbers, tokens."""
+        """Return True if the model was made for samples of this kind: images, rows of numbers or
+        tokens.
+        """
         return sample.dim() == len(self.input_shape) and sample.is_floating_point() == (
             self.integer_vocab is None
         )
 
     def example(self, batch: int = 2) -> Tensor:
-        """An input to trace with: the same numbers every time, and the global random state is left alone."""
+        """Return an input to trace with, which is the same in every call.
+
+        torch's global random state is left as it is.
+        """
         generator, shape = torch.Generator().manual_seed(0), (batch, *self.input_shape)
         if self.integer_vocab is not None:
             return torch.randint(self.integer_vocab, shape, generator=generator)
@@ -126,7 +138,7 @@ MODELS: dict[str, ModelSpec] = {
     "mobilenet_v3_large": ModelSpec(mobilenet_v3_large, _CIFAR, "Howard et al. 2019; RaFL"),
     "densenet": ModelSpec(densenet40_12, _CIFAR, "Huang et al. 2017"),
     "vit": ModelSpec(ViT, _CIFAR, "Dosovitskiy et al. 2021"),
-    "transformer_lm": ModelSpec(  # FedRolex varies the hidden nodes of the heads alone
+    "transformer_lm": ModelSpec(  # FedRolex varies only the hidden nodes of the attention heads
         TransformerLM,
         (20,),
         "FedRolex, Stack Overflow",

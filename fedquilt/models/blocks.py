@@ -1,4 +1,4 @@
-"""What the models share: norms by name, units of layer + norm + activation, residual sums, stages with a head."""
+"""Building blocks of the models: norms by name, layers with norm and activation, stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ BATCH_NORM: dict[int, type[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]] = 
 
 
 def norms(kind: Norm, dims: int = 2, groups: int = 2) -> MakeNorm:
-    """The norm of that name as a function of the channels; group norm has `groups`, or what divides both."""
+    """Return a function that makes a norm for a number of channels.
+
+    Args:
+        kind: "batch", "group" or "none".
+        dims: Spatial dimensions of the activations. It matters for batch norm alone.
+        groups: Number of groups of a group norm. If it does not divide the channels, their greatest
+            common divisor is used.
+    """
     match kind:
         case "batch":
             return BATCH_NORM[dims]
@@ -34,7 +41,7 @@ def norms(kind: Norm, dims: int = 2, groups: int = 2) -> MakeNorm:
 
 
 class ConvUnit(nn.Sequential):
-    """Convolution that keeps the size (but for its stride), norm, activation."""
+    """A convolution, a norm and an activation. The size changes by the stride alone."""
 
     def __init__(
         self,
@@ -56,7 +63,7 @@ class ConvUnit(nn.Sequential):
 
 
 class LinearUnit(nn.Sequential):
-    """Linear layer, norm, activation."""
+    """A linear layer, a norm and an activation."""
 
     def __init__(
         self, in_features: int, out_features: int, *, norm: MakeNorm, act: Layer = nn.ReLU
@@ -69,7 +76,7 @@ class LinearUnit(nn.Sequential):
 
 
 class Residual(nn.Module):
-    """act(body(x) + shortcut(x)), where the shortcut is the identity unless given."""
+    """The sum act(body(x) + shortcut(x)). Without a shortcut, x itself is added."""
 
     def __init__(
         self, body: nn.Module, shortcut: nn.Module | None = None, act: Layer = nn.Identity
@@ -85,7 +92,7 @@ class Residual(nn.Module):
 
 
 class Staged(nn.Module):
-    """A classifier as a chain of stages and a head: ProgFed's E_1..E_S and G_S."""
+    """A classifier that is a chain of stages and a head: ProgFed's E_1..E_S and G_S."""
 
     def __init__(self, stages: Iterable[nn.Module], head: nn.Module) -> None:
         super().__init__()
@@ -103,7 +110,7 @@ class Staged(nn.Module):
 
 
 def pooled(channels: int, num_classes: int) -> OrderedDict[str, nn.Module]:
-    """The layers of a head that averages over positions and classifies."""
+    """Return the layers of a head that averages over positions and classifies."""
     return OrderedDict(
         pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(1), linear=nn.Linear(channels, num_classes)
     )

@@ -1,4 +1,4 @@
-"""The small convolutional nets of the papers: EMNIST, CIFAR-10, Digits, DomainNet."""
+"""Small convolutional networks of the papers, for EMNIST, CIFAR-10, Digits and DomainNet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from fedquilt.models.blocks import ConvUnit, LinearUnit, Norm, Staged, norms
 
 
 class ConvNet(Staged):
-    """The EMNIST net: two convolutions and two linear layers (Reddi et al. 2021; ProgFed, appendix B)."""
+    """The EMNIST network: two convolutions and two linear layers.
+
+    It is from Reddi et al. (2021), and ProgFed uses it (appendix B).
+    """
 
     def __init__(
         self, num_classes: int = 62, in_channels: int = 1, *, image_size: int = 28
@@ -29,7 +32,10 @@ class ConvNet(Staged):
 
 
 class ProgFedCNN(Staged):
-    """The CIFAR-10 net of ProgFed (appendix B): three convolutions and two linear layers, 122,570 parameters."""
+    """The CIFAR-10 network of ProgFed (appendix B): three convolutions and two linear layers.
+
+    It has 122,570 parameters.
+    """
 
     def __init__(
         self, num_classes: int = 10, in_channels: int = 3, *, image_size: int = 32
@@ -47,7 +53,11 @@ class ProgFedCNN(Staged):
 
 
 class DigitsCNN(Staged):
-    """The Digits net of FedBN, used by FedResCuE (Table 16) and, with norms after fc1 and fc2, Split-Mix (Table 2)."""
+    """The Digits network of FedBN, which FedResCuE uses (Table 16).
+
+    Split-Mix uses it with norms after the first two linear layers (Table 2), as `norm_fc=True`
+    does.
+    """
 
     def __init__(
         self,
@@ -73,7 +83,10 @@ class DigitsCNN(Staged):
 
 
 class AlexNet(Staged):
-    """AlexNet with a norm after each convolution and hidden linear layer (FedBN; Split-Mix, Table 3: DomainNet)."""
+    """AlexNet with a norm after each convolution and hidden linear layer.
+
+    FedBN introduced these norms. Split-Mix trains the network on DomainNet (Table 3).
+    """
 
     def __init__(
         self,

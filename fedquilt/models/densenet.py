@@ -1,4 +1,4 @@
-"""DenseNet-BC: every layer sees all earlier outputs of its block (Huang et al. 2017)."""
+"""DenseNet-BC: every layer reads all earlier outputs of its block (Huang et al. 2017)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ from fedquilt.models.resnet import Stem
 
 
 def pre_unit(in_channels: int, out_channels: int, kernel: int, norm: MakeNorm) -> nn.Sequential:
-    """Norm, activation, convolution."""
+    """Return a norm, an activation and a convolution that keeps the size.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        kernel: Side of the convolution's kernel.
+        norm: Function that makes a norm for a number of channels.
+    """
     conv = nn.Conv2d(in_channels, out_channels, kernel, padding=(kernel - 1) // 2, bias=False)
     return nn.Sequential(norm(in_channels), nn.ReLU(), conv)
 
 
 class DenseLayer(nn.Module):
-    """Appends `growth` channels, computed through a bottleneck four times as wide."""
+    """A layer that appends `growth` channels, computed through a bottleneck four times as wide."""
 
     def __init__(self, in_channels: int, growth: int, norm: MakeNorm) -> None:
         super().__init__()
@@ -32,7 +39,9 @@ class DenseLayer(nn.Module):
 
 
 class DenseNet(Staged):
-    """DenseNet-BC; a stage is a dense block and the halving transition before it."""
+    """DenseNet-BC. A stage is a dense block with the transition before it, which halves the
+    resolution.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A perceptron for samples that are rows of numbers."""
+"""A multi-layer perceptron for samples of any shape, which are flattened."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from fedquilt.models.blocks import Staged
 
 
 class MLP(Staged):
-    """Linear layers of whatever a sample is, flattened; two of 200 units are the 2NN of McMahan et al. (2017)."""
+    """Linear layers with ReLU. Two hidden layers of 200 units are McMahan et al.'s 2NN (2017)."""
 
     def __init__(
         self, num_classes: int = 10, in_features: int = 784, *, hidden: tuple[int, ...] = (200, 200)
     ) -> None:
         layers = [
-            nn.Sequential(nn.Linear(one, other), nn.ReLU())
-            for one, other in pairwise((in_features, *hidden))
+            nn.Sequential(nn.Linear(in_width, out_width), nn.ReLU())
+            for in_width, out_width in pairwise((in_features, *hidden))
         ]
         width = hidden[-1] if hidden else in_features
         super().__init__([nn.Flatten(1), *layers], head=nn.Linear(width, num_classes))
 
     @property
     def stage_ends(self) -> list[str]:
-        """Return the names of the modules that end the stages. The flattening belongs to the first."""
+        """Return the names of the modules that end the stages. The first stage flattens too."""
         return super().stage_ends[1:]

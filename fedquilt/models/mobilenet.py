@@ -13,7 +13,7 @@ from fedquilt.models.resnet import Stem
 
 
 class Row(NamedTuple):
-    """One row of the papers' tables: an inverted residual block."""
+    """One row of the papers' tables, which describes an inverted residual block."""
 
     kernel: int
     expanded: int
@@ -24,13 +24,16 @@ class Row(NamedTuple):
 
 
 def multiple_of_8(channels: int) -> int:
-    """The nearest multiple of 8 that is not more than a tenth smaller, as the authors round."""
+    """Round channels to the nearest multiple of 8 that is at least nine tenths of them.
+
+    The authors' code rounds like this.
+    """
     rounded = max(8, (channels + 4) // 8 * 8)
     return rounded if rounded >= 0.9 * channels else rounded + 8
 
 
 class SqueezeExcite(nn.Module):
-    """Scales each channel by a gate computed from all channels' means."""
+    """A layer that scales each channel by a gate, computed from the means of all channels."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -49,7 +52,16 @@ class SqueezeExcite(nn.Module):
 
 
 def inverted_residual(in_channels: int, row: Row, norm: MakeNorm) -> nn.Module:
-    """Expand by 1×1, filter each channel by itself, gate, project by 1×1; a skip where the shape allows."""
+    """Return a block that expands the channels, filters each one and projects them to fewer.
+
+    Expansion and projection are 1×1 convolutions. The block has a skip connection if input and
+    output have the same shape.
+
+    Args:
+        in_channels: Channels of the input.
+        row: Row of the paper's table.
+        norm: Function that makes a norm for a number of channels.
+    """
     unit = partial(ConvUnit, norm=norm)
     layers: list[nn.Module] = []
     if row.expanded != in_channels:
@@ -65,10 +77,11 @@ def inverted_residual(in_channels: int, row: Row, norm: MakeNorm) -> nn.Module:
 
 
 class MobileNet(Staged):
-    """A MobileNet from its table; a stage ends where the resolution halves.
+    """A MobileNet that is built from a table. A stage ends where the resolution halves.
 
-    `last` is the width of the closing 1×1 convolution, `hidden` that of the linear layer after it (V3 only).
-    `stem="cifar"` drops the first two halvings, so that 32×32 images end at 4×4.
+    `last` is the width of the final 1×1 convolution. `hidden` is the width of the linear layer
+    after it, which V3 has and V2 does not (0). `stem="cifar"` leaves out the first two halvings, so
+    that 32×32 images end at 4×4.
     """
 
     def __init__(

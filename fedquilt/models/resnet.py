@@ -1,4 +1,9 @@
-"""Residual nets: ResNet (He et al. 2016a), PreResNet (He et al. 2016b), WideResNet (Zagoruyko & Komodakis 2016)."""
+"""Residual networks.
+
+- ResNet (He et al. 2016a)
+- PreResNet (He et al. 2016b)
+- WideResNet (Zagoruyko & Komodakis 2016)
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,17 @@ EXPANSION: dict[Block, int] = {"basic": 1, "bottleneck": 4}
 def residual_block(
     kind: Block, in_channels: int, width: int, stride: int, norm: MakeNorm
 ) -> Residual:
-    """Two 3×3 convolutions, or one between two 1×1; the shortcut is a convolution where the shape changes."""
+    """Return a residual block: two 3×3 convolutions, or one between two 1×1 convolutions.
+
+    The shortcut is a 1×1 convolution if the shape changes, and the identity if it does not.
+
+    Args:
+        kind: "basic" has two convolutions, "bottleneck" has three.
+        in_channels: Channels of the input.
+        width: Channels inside the block. A bottleneck's output has four times as many.
+        stride: Stride of the block. 1 keeps the resolution.
+        norm: Function that makes a norm for a number of channels.
+    """
     out_channels = width * EXPANSION[kind]
     unit = partial(ConvUnit, norm=norm)
     last = partial(unit, act=nn.Identity)
@@ -40,7 +55,15 @@ def residual_stages(
     in_channels: int,
     expansion: int = 1,
 ) -> Iterator[nn.Sequential]:
-    """Stages of `block(in_channels, width, stride)`; each stage but the first halves the resolution."""
+    """Yield the stages of a residual network. Each stage but the first halves the resolution.
+
+    Args:
+        block: Function that makes a block from (in_channels, width, stride).
+        blocks: Number of blocks of each stage.
+        widths: Width of each stage.
+        in_channels: Channels that the first stage gets.
+        expansion: Output channels of a block, as a multiple of its width.
+    """
     for stage, (depth, width) in enumerate(zip(blocks, widths, strict=True)):
         layers = []
         for position in range(depth):
@@ -51,9 +74,9 @@ def residual_stages(
 
 
 class ResNet(Staged):
-    """ResNet; with `norm="group"` as ProgFed uses it (two groups after Reddi et al. 2021).
+    """ResNet. The stem belongs to the first stage, ProgFed's E_1 (conv1 + conv2_x).
 
-    The stem belongs to the first stage, ProgFed's E_1 (conv1 + conv2_x).
+    `norm="group"` is what ProgFed uses, with two groups as in Reddi et al. (2021).
     """
 
     def __init__(
@@ -75,15 +98,19 @@ class ResNet(Staged):
             else [ConvUnit(in_channels, widths[0], norm=make_norm)]
         )
         make_block = partial(residual_block, block, norm=make_norm)
-        first, *rest = residual_stages(make_block, blocks, widths, widths[0], expansion)
+        first, *later = residual_stages(make_block, blocks, widths, widths[0], expansion)
         super().__init__(
-            [nn.Sequential(*opening, *first), *rest],
+            [nn.Sequential(*opening, *first), *later],
             nn.Sequential(pooled(widths[-1] * expansion, num_classes)),
         )
 
 
 class PreActBlock(nn.Module):
-    """Norm and activation come before each convolution; a shortcut convolution starts after the first of them."""
+    """A residual block with norm and activation before each convolution.
+
+    If the shape changes, the shortcut is a convolution that starts after the first norm and
+    activation.
+    """
 
     def __init__(
         self, in_channels: int, width: int, stride: int, norm: MakeNorm, dropout: float = 0.0
@@ -107,10 +134,11 @@ class PreActBlock(nn.Module):
 
 
 class PreResNet(Staged):
-    """Pre-activation ResNet as in HeteroFL and FedRolex: 11,172,170 parameters with 18 layers and 10 classes.
+    """Pre-activation ResNet of HeteroFL and FedRolex.
 
-    With `zero_output_bias` the output layer starts with a bias of 0, as in the codes of HeteroFL, FedRolex and
-    Split-Mix, and not with torch's random one.
+    With 18 layers and 10 classes it has 11,172,170 parameters. With `zero_output_bias` the output
+    layer starts with a bias of 0, as in the code of HeteroFL, FedRolex and Split-Mix. Without it
+    the bias starts at random, as torch has it.
     """
 
     def __init__(
@@ -129,17 +157,20 @@ class PreResNet(Staged):
         stem_width = stem_width or widths[0]
         make_norm = norms(norm, groups=groups)
         make_block = partial(PreActBlock, norm=make_norm, dropout=dropout)
-        first, *rest = residual_stages(make_block, blocks, widths, stem_width)
+        first, *later = residual_stages(make_block, blocks, widths, stem_width)
         stem = nn.Conv2d(in_channels, stem_width, 3, 1, 1, bias=False)
         close = OrderedDict[str, nn.Module](norm=make_norm(widths[-1]), act=nn.ReLU())
         classifier = pooled(widths[-1], num_classes)
         if zero_output_bias:
             nn.init.zeros_(cast(nn.Linear, classifier["linear"]).bias)
-        super().__init__([nn.Sequential(stem, *first), *rest], nn.Sequential(close | classifier))
+        super().__init__([nn.Sequential(stem, *first), *later], nn.Sequential(close | classifier))
 
 
 class WideResNet(PreResNet):
-    """WideResNet `depth`-`widen`: a PreResNet of three wide stages (FedResCuE's CIFAR-100 net; it names no depth)."""
+    """WideResNet-`depth`-`widen`: a PreResNet of three wide stages.
+
+    FedResCuE uses one for CIFAR-100 and does not state its depth.
+    """
 
     def __init__(
         self,
@@ -174,6 +205,5 @@ resnet50 = partial(ResNet, "bottleneck", (3, 4, 6, 3))
 resnet152 = partial(ResNet, "bottleneck", (3, 8, 36, 3))
 rescue_resnet = partial(ResNet, "bottleneck", (1, 1, 1, 1), stem="imagenet")  # FedResCuE, Table 15
 preresnet18 = partial(PreResNet, (2, 2, 2, 2))
-tiny_resnet = partial(
-    ResNet, "basic", (1, 1), in_channels=1, widths=(12, 24)
-)  # the demo's 8×8 digits
+# Network of the demo, for 8×8 digits
+tiny_resnet = partial(ResNet, "basic", (1, 1), in_channels=1, widths=(12, 24))

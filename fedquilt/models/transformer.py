@@ -1,4 +1,4 @@
-"""Transformers with attention that can be cut inside each head: ViT and a small language model."""
+"""Transformers whose attention can be cut inside each head: ViT and a small language model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from fedquilt.models.blocks import Layer
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; the size of a head is whatever the projections leave for each of `heads`."""
+    """Multi-head self-attention. `forward` reads the size of a head from the projections' outputs.
+
+    A member with narrower projections therefore has the same number of heads, each of them smaller.
+    """
 
     def __init__(self, width: int, heads: int, head_dim: int, causal: bool = False) -> None:
         super().__init__()
@@ -32,7 +35,10 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and a two-layer perceptron, each with a skip; `pre_norm` norms before them, else after the sums."""
+    """Attention and a two-layer perceptron, each with a skip connection.
+
+    With `pre_norm` the norms come before both, and without it after the sums.
+    """
 
     def __init__(
         self,
@@ -72,7 +78,9 @@ class TransformerBlock(nn.Module):
 
 
 def block_ends(depth: int, stages: int = 3) -> list[str]:
-    """Return the names of the blocks that end stages of as equal numbers of blocks as there can be."""
+    """Return the names of the blocks that end the stages. Stages are as equal in length as
+    possible.
+    """
     count = min(stages, depth)
     return [f"blocks.{(stage * depth + count - 1) // count - 1}" for stage in range(1, count + 1)]
 
@@ -133,9 +141,10 @@ class ViT(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """Next-token logits (batch, length, word) for FedRolex's Stack Overflow setting (section 4).
+    """A language model with next-token logits (batch, length, word).
 
-    As in Vaswani et al. 2017 (norm after the sums, ReLU), but with learnt positions, which a cut can follow.
+    It is the model of FedRolex's Stack Overflow experiment (section 4). It follows Vaswani et al.
+    (2017), with norms after the sums and ReLU. Positions are learnt, so that they can be cut.
     """
 
     def __init__(

@@ -22,12 +22,22 @@ TRANSPOSE: dict[int, type[nn.ConvTranspose2d | nn.ConvTranspose3d]] = {
 
 
 def double_conv(in_channels: int, out_channels: int, dims: int, norm: MakeNorm) -> nn.Sequential:
+    """Return two 3×3 (or 3×3×3) convolutions, each with norm and activation.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        dims: Spatial dimensions, 2 or 3.
+        norm: Function that makes a norm for a number of channels.
+    """
     unit = partial(ConvUnit, norm=norm, dims=dims)
     return nn.Sequential(unit(in_channels, out_channels), unit(out_channels, out_channels))
 
 
 class Decoder(nn.Module):
-    """Doubles the resolution of the level below and joins it to the encoder's output of its own level."""
+    """A layer that doubles the resolution of the level below and joins the encoder's output of its
+    level.
+    """
 
     def __init__(self, below: int, width: int, dims: int, norm: MakeNorm, up: Up) -> None:
         super().__init__()
@@ -44,24 +54,28 @@ class Decoder(nn.Module):
 
 
 def check_size(size: tuple[int, ...], halvings: int) -> None:
-    """Refuse images whose sides cannot be halved so often, because levels could not be joined."""
+    """Refuse images whose sides cannot be halved `halvings` times, because levels could not be
+    joined.
+    """
     divisor = 2**halvings
     if all(side % divisor == 0 for side in size):
         return
     fitting = tuple(-(-side // divisor) * divisor for side in size)
     raise DataError(
         f"a U-Net of depth {halvings} was asked for on inputs of size {sides(size)}; every side "
-        f"must divide by {divisor}. Inputs padded to {sides(fitting)} would fit (files are padded by "
+        f"must divide by {divisor}. Inputs padded to {sides(fitting)} would fit (files are padded "
+        "by "
         f"data.multiple_of = {divisor}), or a smaller depth."
     )
 
 
 class UNet(nn.Module):
-    """U-Net with `depth` halvings: logits (batch, class, *size of the input); sizes must divide by 2^depth.
+    """U-Net with `depth` halvings. Its logits are (batch, class, *size of the input).
 
-    Level i has the same weights' names and shapes whatever the depth, so that ProgFed grows it from the outer levels in
-    (its symmetric strategy): encoder.0..s, decoder.0..s−1 and the head are a U-Net of depth s. The asymmetric strategy
-    starts with the whole encoder and the innermost decoder, and a temporary head.
+    Every side of the input must be divisible by 2^depth. Names and shapes of the weights of a level
+    do not depend on the depth. ProgFed's symmetric strategy can therefore grow the network from the
+    outer levels inwards: encoder.0..s, decoder.0..s−1 and the head are a U-Net of depth s. The
+    asymmetric strategy starts with the whole encoder, the innermost decoder and a temporary head.
     """
 
     def __init__(
@@ -82,11 +96,12 @@ class UNet(nn.Module):
         pairs = list(pairwise(widths))
         self.pool = POOL[dims](2)
         self.encoder = nn.ModuleList(
-            double_conv(above, here, dims, make_norm)
-            for above, here in [(in_channels, width), *pairs]
+            double_conv(width_above, level_width, dims, make_norm)
+            for width_above, level_width in [(in_channels, width), *pairs]
         )
         self.decoder = nn.ModuleList(
-            Decoder(below, here, dims, make_norm, up) for here, below in pairs
+            Decoder(width_below, level_width, dims, make_norm, up)
+            for level_width, width_below in pairs
         )
         self.head = CONV[dims](width, num_classes, 1)
 
@@ -94,7 +109,10 @@ class UNet(nn.Module):
         return self.forward_stage(len(self.decoder), x)
 
     def forward_stage(self, stage: int, x: Tensor) -> Tensor:
-        """Return the logits of the U-Net with the outer `stage` levels alone, at the input's resolution."""
+        """Return the logits of the U-Net that has the outer `stage` levels alone.
+
+        They have the resolution of the input.
+        """
         check_size(tuple(x.shape[2:]), len(self.decoder))
         levels = [self.encoder[0](x)]
         for encode in self.encoder[1 : stage + 1]:
@@ -107,7 +125,11 @@ class UNet(nn.Module):
 
     @property
     def stage_ends(self) -> dict[str, int | list[str]]:
-        """Return how it grows: from the outer levels in, by `forward_stage`, or the decoder from the innermost out."""
+        """Return the two ways in which the network can grow.
+
+        "symmetric" adds levels from the outside inwards, by `forward_stage`. "asymmetric" adds
+        decoders from the innermost outwards.
+        """
         depth = len(self.decoder)
         return {
             "symmetric": depth,
@@ -116,6 +138,5 @@ class UNet(nn.Module):
 
 
 unet2d = partial(UNet, 2)
-unet3d = partial(
-    UNet, 3, num_classes=5, in_channels=4
-)  # BraTS: four modalities, five labels (ProgFed, appendix B)
+# BraTS: four modalities, five labels (ProgFed, appendix B)
+unet3d = partial(UNet, 3, num_classes=5, in_channels=4)

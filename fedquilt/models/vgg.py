@@ -12,10 +12,12 @@ from fedquilt.models.blocks import ConvUnit, Norm, Staged, norms
 
 
 class VGG(Staged):
-    """VGG in ProgFed's four stages: cut at the poolings, the first two joined.
+    """VGG in ProgFed's four stages, which end at the poolings. The first two poolings share a
+    stage.
 
-    `depths` counts the convolutions between poolings. `pool` is the side of the pooled map before the classifier, 1 for
-    CIFAR and 7 for ImageNet; `hidden` = 0 leaves a single linear layer.
+    `depths` are the numbers of convolutions between poolings. `pool` is the side of the pooled map
+    before the classifier: 1 for CIFAR, 7 for ImageNet. With `hidden` = 0 the classifier is a single
+    linear layer.
     """
 
     def __init__(

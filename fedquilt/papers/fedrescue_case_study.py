@@ -1,4 +1,6 @@
-"""FedResCuE's case study (section 3.2, appendix A.1): does a wider net build on a narrower one, or overwrite it?"""
+"""FedResCuE's case study (section 3.2, appendix A.1): does a wider net build on a narrower one, or
+overwrite it?
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,13 @@ from fedquilt.terms import Client, Job, Server, Submodel
 class ProgressiveColumns(Method):
     """Clients train one after another, one in each round, each with the share that it can hold.
 
-    In the case study the first client holds half of the width and has MNIST, and the second one holds
-    the whole net and has SYN. Progressive learning moves only θ×1.0 \\ θ×0.5 in the second round.
-    Overwriting moves the whole net.
+    In the case study the first client holds half of the width and has MNIST, and the second one
+    holds the whole net and has SYN. Progressive learning moves only θ×1.0 \\ θ×0.5 in the second
+    round. Overwriting moves the whole net.
     """
 
-    progressive: bool = (
-        True  # Train only what the narrower net does not have. False: overwrite it too
-    )
+    # Train only what the narrower net does not have. False: overwrite it too
+    progressive: bool = True
     inner: float = 0.5  # Share of the narrower net, which the first client trains
     paper = "Zhu et al. 2022"
     skips_clients = True

@@ -1,4 +1,4 @@
-"""One federated round, in the order the data flows: clients → cut → link → local → merge → serve."""
+"""One federated round, in the order of the data: clients → cut → link → local → merge → serve."""
 
 from __future__ import annotations
 
@@ -10,59 +10,66 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fedquilt.errors import DivergenceError
-from fedquilt.files import settled
+from fedquilt.fleets.fleet import Fleet
 from fedquilt.round.budgets import planned
 from fedquilt.round.client import are_finite, memory_of
-from fedquilt.round.clients import Fleet
+from fedquilt.round.deadline import round_seconds, train_until_deadline
+from fedquilt.round.evaluate import Evaluation, Grades, grade
 from fedquilt.round.learning import learn
-from fedquilt.round.merge import Merged
-from fedquilt.round.serve import Evaluation, Grades, grade
-from fedquilt.terms import Job, Memory, Server
+from fedquilt.round.merge import Merged, merged_of
+from fedquilt.storage.files import settled
+from fedquilt.terms import ClientState, Job, Server
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedquilt.methods import Method
     from fedquilt.round.engine import Engine
     from fedquilt.round.federation import Federation
+    from fedquilt.round.method import Method
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Record:
-    """One round, as `rounds.jsonl` has it."""
+    """Figures of one round, as a line of `rounds.jsonl` has them."""
 
-    round: int
-    seconds: float
-    clients: int
-    bytes_down: int
-    bytes_up: int
-    macs: int
-    loss: float | None  # None: nobody was there to take part
-    stacks: int = 0  # how many groups of clients were trained as one; not written down
-    grades: Grades = field(default_factory=Grades)
-    link_seconds: float | None = (
-        None  # what the slowest client would take; None: the link has no clock
-    )
-    missing: int = 0  # Clients of the cohort that did not answer.
-    server_seconds: float | None = (
-        None  # Time of the server's own training; None: it does not learn
-    )
+    round: int  # Number of the round, counted from 1
+    seconds: float  # Wall-clock time of the round, with its evaluation
+    clients: int  # Clients in the cohort
+    bytes_down: int  # Bytes that arrived at clients
+    bytes_up: int  # Bytes that arrived at the server
+    macs: int  # Multiply-adds of the clients' training
+    loss: float | None  # Mean training loss. None: no client took part
+    stacks: int = 0  # Number of groups of clients that were trained as one. Not written to the file
+    grades: Grades = field(default_factory=Grades)  # Metrics, if the round was evaluated
+    # Simulated time of the slowest client. None: the link has no clock
+    link_seconds: float | None = None
+    missing: int = 0  # Clients of the cohort that did not reply
+    # Time of the server's own training. None: the server does not train
+    server_seconds: float | None = None
     server_macs: int = 0  # Multiply-adds of the server, of its teachers' outputs and its training
     server_steps: int = 0  # Optimizer steps of all nets that the server trained
     bytes_first: int = 0  # Bytes of `bytes_down` that clients get once, such as their private nets
+    # Clients whose update came after the deadline. None: the link has no deadline
+    late: tuple[int, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; `accuracy`, `metrics` and `main` only when the round was evaluated.
+        """Return the record as plain values.
 
-        `main` names the metric that tables, targets and trackers use. `accuracy` is empty where the task has none.
+        `accuracy`, `metrics` and `main` are present only if the round was evaluated. `validation`
+        is present if validation samples were tested in addition to the test set. `main` names the
+        metric that tables, targets and trackers use. `accuracy` is empty if the task has none.
         """
         record = {
-            name: value for name, value in vars(self).items() if name not in ("grades", "stacks")
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("grades", "stacks", "late")
         }
         if self.link_seconds is None:
             del record["link_seconds"]
+        if self.late is not None:
+            record |= {"late": len(self.late), "late_clients": list(self.late)}
         for name in ("missing", "bytes_first"):
             if not record[name]:
                 del record[name]
@@ -72,48 +79,64 @@ class Record:
         if self.grades.main:
             grades = self.grades
             record |= {"accuracy": grades.accuracy, "metrics": grades.metrics, "main": grades.main}
+            record |= {"validation": grades.validation} if grades.validation else {}
         return record
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> Record:
-        """Return the record that `to_dict` wrote. Earlier versions had accuracy beside the other metrics alone."""
-        rest = {
-            name: value
-            for name, value in plain.items()
-            if name not in ("accuracy", "metrics", "main")
-        }
+        """Return the record that `to_dict` wrote.
+
+        Records of earlier versions have `accuracy` next to `metrics`, not in it. They are read too.
+        """
+        grade_keys = ("accuracy", "metrics", "main", "validation", "late_clients")
+        values = {name: value for name, value in plain.items() if name not in grade_keys}
+        if "late" in plain:
+            values["late"] = tuple(plain["late_clients"])
         if "accuracy" not in plain:
-            return Record(**rest)
+            return Record(**values)
         metrics = (
             plain["metrics"]
             if "main" in plain
             else {"accuracy": plain["accuracy"], **plain["metrics"]}
         )
-        return Record(**rest, grades=Grades(plain.get("main", "accuracy"), metrics))
+        return Record(
+            **values,
+            grades=Grades(plain.get("main", "accuracy"), metrics, plain.get("validation", {})),
+        )
 
 
 @dataclass(frozen=True)
-class Played:
-    """A round that succeeded and does not count yet."""
+class RoundResult:
+    """Result of a round that succeeded but is not yet committed to the run."""
 
-    server: Server  # its memories are those of the round before
-    memory: Mapping[tuple[int, str], Memory]  # those that changed
+    server: Server  # New state, still with the memories of the round before.
+    memory: Mapping[tuple[int, str], ClientState]  # Memories that changed, by client and scope.
     record: Record
+    late: Mapping[int, float]  # Least seconds that each client takes that missed the deadline.
 
 
-def play(
+def run_round(
     federation: Federation,
     server: Server,
     fleet: Fleet,
     engine: Engine,
     rounds: int,
     evaluation: Evaluation,
-) -> Played:
-    """Run the next of `rounds` rounds. Nothing that was handed in changes."""
+) -> RoundResult:
+    """Run the next round. No argument is modified.
+
+    Args:
+        federation: World, method and link.
+        server: State that the round starts from.
+        fleet: Clients, their budgets and their sampling.
+        engine: Engine that trains and tests clients.
+        rounds: Number of rounds of the run. The last one is always evaluated.
+        evaluation: Settings of the evaluation.
+    """
     began, world, method = time.perf_counter(), federation.world, federation.method
     cohort = [
-        fleet.client(id, server.round, world.seed, engine.size(id), place)
-        for place, id in enumerate(fleet.cohort(server.round, world.seed, engine.online()))
+        fleet.client(id, server.round, world.seed, engine.size(id), position)
+        for position, id in enumerate(fleet.draw_cohort(server.round, world.seed, engine.online()))
     ]
     jobs = [
         Job(c, submodel, server.round)
@@ -123,27 +146,26 @@ def play(
     if method.keeps_nets:
         for job in jobs:
             method.resumed(job, memory_of(server, job), world)
-    fold = method.fold(server, world)
-    outcome = engine.train(federation, server, jobs, fold)
+    outcome, fold = train_until_deadline(federation, server, jobs, engine)
     for client, why in outcome.missing.items():
         _log.warning("client %d did not answer in round %d: %s", client, server.round + 1, why)
-    merged = Merged(*fold.finish(server))
+    merged = merged_of(method, fold, server)
     _check_merged(method, server, merged)
-    after = replace(
+    new_server = replace(
         server,
         round=server.round + 1,
         weights=settled(merged.weights),
         slots={slot: settled(values) for slot, values in merged.slots.items()},
         extras=settled(merged.extras),
     )
-    after, learnt = learn(federation, after, merged, engine)
+    new_server, learnt = learn(federation, new_server, merged, engine)
     grades = Grades()
-    if evaluation.due(after.round, rounds):
-        remembered = replace(after, memory=ChainMap(outcome.memory, server.memory))
+    if evaluation.due(new_server.round, rounds):
+        remembered = replace(new_server, memory=ChainMap(outcome.memory, server.memory))
         grades = grade(federation, remembered, fleet, engine, evaluation)
-    total, copies, clock = outcome.total, method.copies, federation.link.clock
+    total, copies = outcome.total, method.copies
     record = Record(
-        round=after.round,
+        round=new_server.round,
         seconds=time.perf_counter() - began,
         clients=len(cohort),
         missing=len(outcome.missing),
@@ -154,36 +176,41 @@ def play(
         loss=sum(outcome.losses) / len(outcome.losses) if outcome.losses else None,
         stacks=outcome.stacks,
         grades=grades,
-        link_seconds=clock.slowest(outcome.costs, copies) if clock else None,
+        link_seconds=round_seconds(federation, outcome),
         server_seconds=learnt.seconds if learnt.macs else None,
         server_macs=learnt.macs,
         server_steps=learnt.steps,
+        late=None if federation.link.deadline is None else tuple(sorted(outcome.late)),
     )
-    return Played(after, outcome.memory, record)
+    return RoundResult(new_server, outcome.memory, record, outcome.late)
 
 
 def _check_merged(method: Method, server: Server, merged: Merged) -> None:
-    """Refuse a merge whose result is not finite, because the updates were: engines check them before they are folded.
+    """Refuse a merge whose result is not finite.
 
-    Without this check the clients of the next round would be blamed. Buffers may be infinite from the beginning, as
-    masks are.
+    Engines have checked that all updates are finite, so that the fold is to blame. Without this
+    check the clients of the next round would be blamed. Values that were infinite before the merge
+    are allowed, because buffers such as masks may be infinite.
     """
     pairs = [(server.weights, merged.weights)]
     pairs += [(server.slots.get(slot, {}), values) for slot, values in merged.slots.items()]
-    for before, after in pairs:
-        if are_finite(after.values()):
+    for old, new in pairs:
+        if are_finite(new.values()):
             continue
-        wrong = [
+        infinite_names = [
             name
-            for name, value in after.items()
-            if not are_finite([value]) and _was_finite(before, name)
+            for name, value in new.items()
+            if not are_finite([value]) and _was_finite(old, name)
         ]
-        if wrong:
+        if infinite_names:
             raise DivergenceError(
-                f"the fold of {type(method).__name__} gave values that are not finite in round {server.round + 1}, "
-                f"although all updates of clients are finite: {', '.join(wrong[:3])}{', …' if len(wrong) > 3 else ''}. "
-                "The server's state is that of the round before. A smaller learning rate of the server (method.server) "
-                "may help, or a correction of the fold."
+                f"the fold of {type(method).__name__} gave values that are not finite in round "
+                f"{server.round + 1}, "
+                "although all updates of clients are finite: "
+                f"{', '.join(infinite_names[:3])}{', …' if len(infinite_names) > 3 else ''}. "
+                "The server's state is that of the round before. A smaller learning rate of the "
+                "server "
+                "(method.server_optimizer) may help, or a correction of the fold."
             )
 
 
@@ -191,4 +218,4 @@ def _was_finite(before: Mapping[str, Tensor], name: str) -> bool:
     return name not in before or are_finite([before[name]])
 
 
-__all__ = ["Evaluation", "Fleet", "Grades", "Played", "Record", "play"]
+__all__ = ["Evaluation", "Fleet", "Grades", "Record", "RoundResult", "run_round"]

@@ -1,4 +1,4 @@
-"""Budgets are a promise: no client trains more than its budget allows."""
+"""Checks that no client is asked to train more than its budget allows."""
 
 from __future__ import annotations
 
@@ -7,51 +7,67 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fedquilt.errors import BudgetError, ConfigError, SubmodelError
-from fedquilt.round.clients import Fleet
+from fedquilt.fleets.fleet import Fleet
 from fedquilt.round.training.learner import Learner
 from fedquilt.terms import Budget, Client, Job, Server, Submodel
 
 if TYPE_CHECKING:
     from fedquilt.family.cost import TrainingStep
-    from fedquilt.methods import Method
     from fedquilt.round.engine import Engine
     from fedquilt.round.federation import World
+    from fedquilt.round.method import Method
 
 
 def planned(method: Method, server: Server, client: Client, world: World) -> list[Submodel]:
-    """Return a method's plan for a client, refused if it is not a list of sub-models.
+    """Return a method's plan for a client, after a check that it is a list of sub-models.
+
+    Args:
+        method: Its `plan` is called.
+        server: State at the start of the round.
+        client: Client to plan for.
+        world: What the method may look at.
 
     Raises:
-        SubmodelError: It is something else, or empty though the method does not skip clients.
+        SubmodelError: The plan is something else, or empty although the method does not skip
+            clients.
     """
     name, plan = type(method).__name__, method.plan(server, client, world)
-    who = f"for client {client.id} (budget {client.budget}) in round {server.round + 1}"
-    if not isinstance(plan, Sequence) or not all(isinstance(one, Submodel) for one in plan):
-        kinds = {type(one).__name__: None for one in plan} if isinstance(plan, Sequence) else {}
-        found = f"{type(plan).__name__}{' of ' + ', '.join(kinds) if kinds else ''}"
+    whom = f"for client {client.id} (budget {client.budget}) in round {server.round + 1}"
+    if not isinstance(plan, Sequence) or not all(isinstance(item, Submodel) for item in plan):
+        kinds = {type(item).__name__: None for item in plan} if isinstance(plan, Sequence) else {}
+        kind = f"{type(plan).__name__}{' of ' + ', '.join(kinds) if kinds else ''}"
         raise SubmodelError(
-            f"{name}.plan returned a {found} {who}; it must return a list of sub-models: [submodel]."
+            f"{name}.plan returned a {kind} {whom}; it must return a list of sub-models: "
+            "[submodel]."
         )
     if not plan and not method.skips_clients:
         raise SubmodelError(
-            f"{name}.plan returned nothing to train {who}. A method that leaves out clients on purpose sets "
+            f"{name}.plan returned nothing to train {whom}. A method that leaves out clients on "
+            "purpose sets "
             "skips_clients = True in its class."
         )
     return list(plan)
 
 
 def learner_of(method: Method, job: Job, world: World) -> Learner:
-    """Return how a method trains a job, refused if it is no learner.
+    """Return the learner with which a method trains a job.
+
+    Args:
+        method: Its `learner` is called.
+        job: Client, sub-model and round.
+        world: What the method may look at.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The method returned something else than a Learner.
     """
     learner = method.learner(job, world)
     if not isinstance(learner, Learner):
         name = type(method).__name__
         raise ConfigError(
-            f"{name}.learner returned {'nothing' if learner is None else f'a {type(learner).__name__}'} for client "
-            f"{job.client.id} (budget {job.client.budget}) in round {job.round + 1}; it must return a Learner, such as "
+            f"{name}.learner returned "
+            f"{'nothing' if learner is None else f'a {type(learner).__name__}'} for client "
+            f"{job.client.id} (budget {job.client.budget}) in round {job.round + 1}; it must "
+            "return a Learner, such as "
             "super().learner(job, world)."
         )
     return learner
@@ -60,8 +76,13 @@ def learner_of(method: Method, job: Job, world: World) -> Learner:
 def check_budgets(method: Method, jobs: Sequence[Job], world: World) -> None:
     """Refuse jobs that cost more than their clients' budgets allow.
 
-    The jobs of a client count together. Every distinct combination of members and budget is compared
-    once for a family, so that a round costs with its cohort and not with the population.
+    The jobs of a client count together. The family caches the comparison of members with a budget,
+    so that its cost grows with the cohort and not with the population.
+
+    Args:
+        method: Method that planned the jobs.
+        jobs: Jobs of one round.
+        world: Family and settings that costs depend on.
 
     Raises:
         BudgetError: Names the method, the client, the bound, what it allows and what the jobs need.
@@ -72,18 +93,32 @@ def check_budgets(method: Method, jobs: Sequence[Job], world: World) -> None:
     nets: dict[Client, list[Submodel]] = {}
     for job in jobs:
         nets.setdefault(job.client, []).append(job.submodel)
-    for client, own in nets.items():
-        if over := world.family.excess(own, client.budget, step):
+    for client, submodels in nets.items():
+        if excess := world.family.excess(submodels, client.budget, step):
             raise BudgetError(
-                f"{type(method).__name__} planned more for client {client.id} in round {jobs[0].round + 1} than its "
-                f"budget ({client.budget}) allows: {'; '.join(over)}. self.fit(client.budget, world) gives the largest "
-                "member that it can train; a method that ignores budgets on purpose sets ignores_budgets = True in "
+                f"{type(method).__name__} planned more for client {client.id} in round "
+                f"{jobs[0].round + 1} than its "
+                f"budget ({client.budget}) allows: {'; '.join(excess)}. self.fit(client.budget, "
+                "world) gives the largest "
+                "member that it can train; a method that ignores budgets on purpose sets "
+                "ignores_budgets = True in "
                 "its class."
             )
 
 
 def too_small(method: Method, server: Server, fleet: Fleet, engine: Engine, world: World) -> int:
-    """Count the devices that cannot hold what a method that ignores budgets plans for them in some round."""
+    """Count the devices for which a method plans more than their budget allows.
+
+    The result is 0 unless the method ignores budgets. A device counts if any round of the method's
+    schedule exceeds its budget.
+
+    Args:
+        method: Method that plans.
+        server: State to plan from.
+        fleet: Devices and their budgets.
+        engine: Engine that has the samples.
+        world: What the method may look at.
+    """
     if not method.ignores_budgets:
         return 0
     size = engine.size(0)
@@ -98,5 +133,5 @@ def too_small(method: Method, server: Server, fleet: Fleet, engine: Engine, worl
 
 
 def _step(method: Method, budgets: Sequence[Budget], world: World) -> TrainingStep | None:
-    """Return the method's step where some budget bounds memory; it takes a learner to find."""
+    """Return the method's training step if any budget bounds memory. Finding it needs a learner."""
     return method.training_step(world) if any(budget.memory for budget in budgets) else None

@@ -1,4 +1,7 @@
-"""The contract of an engine: train, evaluate and calibrate clients whose samples only the engine can reach."""
+"""The contract of an engine, which trains, evaluates and calibrates clients.
+
+Only the engine can reach the samples of clients.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,25 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fedquilt.terms import Job, Memory, Server, Submodel, Weights
+from fedquilt.terms import ClientState, Job, Server, Submodel, Weights
 
 if TYPE_CHECKING:
+    from fedquilt.round.evaluate import EvalJob, Score
     from fedquilt.round.federation import Federation, World
     from fedquilt.round.merge import Fold
-    from fedquilt.round.serve import EvalJob, Score
 
 
-# Takes nets and a number of samples, and returns each net's gradient of the mean loss over that many
-# pooled training samples, by the weight's name.
+# Takes nets and a number of samples, and returns each net's gradient of the mean loss over that
+# many pooled training samples, by the weight's name.
 Gradients = Callable[[Sequence[Submodel], int], list[dict[str, Tensor]]]
 
 
 class Spent(NamedTuple):
     """Costs of a client's round: bytes both ways, and multiply-adds."""
 
-    down: int = 0
-    up: int = 0
-    macs: int = 0
+    down: int = 0  # Bytes that the client received
+    up: int = 0  # Bytes that arrived from the client
+    macs: int = 0  # Multiply-adds of its training
     first: int = 0  # Bytes of `down` that the client gets once, such as its private net
 
 
@@ -36,25 +39,38 @@ class Spent(NamedTuple):
 class Outcome:
     """Memories, losses, costs and missing clients of one round of training."""
 
-    memory: dict[tuple[int, str], Memory] = field(default_factory=dict)
+    memory: dict[tuple[int, str], ClientState] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     costs: dict[int, Spent] = field(default_factory=dict)  # By client.
     stacks: int = 0  # Number of groups of clients that were trained as one.
-    missing: dict[int, str] = field(default_factory=dict)  # Clients that did not answer, and why.
+    missing: dict[int, str] = field(default_factory=dict)  # Clients that did not reply, and why.
+    # Clients that missed the deadline, and the seconds that each takes at least. Engines leave it
+    # empty.
+    late: dict[int, float] = field(default_factory=dict)
 
     def charge(self, client: int, down: int, up: int, macs: int, first: int = 0) -> None:
-        """Count what a client was sent, what arrived from it, and the multiply-adds of its training."""
+        """Add to the costs of a client.
+
+        Args:
+            client: Number of the client.
+            down: Bytes that it was sent.
+            up: Bytes that arrived from it.
+            macs: Multiply-adds of its training.
+            first: Bytes of `down` that it gets only once.
+        """
         new = Spent(down, up, macs, first)
-        before = self.costs.get(client, Spent())
-        self.costs[client] = Spent(*(one + other for one, other in zip(before, new, strict=True)))
+        earlier = self.costs.get(client, Spent())
+        self.costs[client] = Spent(
+            *(old_cost + new_cost for old_cost, new_cost in zip(earlier, new, strict=True))
+        )
 
     @property
     def total(self) -> Spent:
-        """Return what all clients took together."""
+        """Return the sum of all clients' costs."""
         return Spent(*(sum(column) for column in zip(*self.costs.values(), strict=True)))
 
     def join(self, other: Outcome) -> None:
-        """Take what other clients of the cohort left behind."""
+        """Add the outcome of other clients of the cohort to this one."""
         self.memory.update(other.memory)
         self.losses += other.losses
         self.missing.update(other.missing)
@@ -64,21 +80,45 @@ class Outcome:
 
 
 class Engine(ABC):
-    """Trains and tests the clients of federations. Samples and options are given to its constructor.
+    """Base class of what trains and tests the clients of federations.
 
-    An engine keeps nothing of a federation that a result depends on: every call is given all of it. So several runs may
-    use one engine, in any order.
+    The constructor takes samples and options. An engine keeps no state of a federation that a
+    result depends on, because every call gets the whole federation. So several runs may use one
+    engine, in any order.
     """
 
     device: torch.device  # Where the server's state is kept.
-    # True: outputs for single samples may be kept beside the sums of metrics, as some metrics need them.
+    # True: the engine may return outputs for single samples, which some metrics need.
     outputs_may_leave: ClassVar[bool] = False
 
     @abstractmethod
     def train(
         self, federation: Federation, server: Server, jobs: Sequence[Job], fold: Fold
     ) -> Outcome:
-        """Send jobs to their clients, and add what comes back to the fold."""
+        """Send jobs to their clients, and add the updates that come back to the fold.
+
+        Args:
+            federation: World, method and link.
+            server: State that the round starts from.
+            jobs: Jobs of the round.
+            fold: Fold that collects updates. It is changed in-place.
+        """
+
+    def foreseen(
+        self, federation: Federation, server: Server, jobs: Sequence[Job]
+    ) -> dict[int, Spent]:
+        """Return the costs of jobs by client, as far as they are known before training.
+
+        Downloads and multiply-adds are exact. Uploads may turn out longer, but not shorter. An
+        engine that knows nothing about a client leaves it out. If the client is late, that is found
+        after it has trained.
+
+        Args:
+            federation: World, method and link.
+            server: State that the round starts from.
+            jobs: Jobs of the round.
+        """
+        return {}
 
     @abstractmethod
     def evaluate(
@@ -88,7 +128,14 @@ class Engine(ABC):
         batch_size: int,
         by_domain: bool = False,
     ) -> list[Score]:
-        """Test networks, each on the samples that it names."""
+        """Test networks, each on the samples that its job names.
+
+        Args:
+            federation: World, method and link.
+            exams: Tests to run.
+            batch_size: Samples that are run together.
+            by_domain: True: scores of each domain are returned too.
+        """
 
     @abstractmethod
     def calibrate(
@@ -98,7 +145,14 @@ class Engine(ABC):
         batch_size: int,
         client: int | None = None,
     ) -> list[dict[str, Tensor]]:
-        """Measure the norm statistics of networks over the pooled training samples, or over one client's."""
+        """Measure the norm statistics of networks over training samples.
+
+        Args:
+            federation: World, method and link.
+            nets: Sub-models and their weights.
+            batch_size: Statistics are means over batches of this size.
+            client: Client whose samples are used. None: the pooled samples of all clients.
+        """
 
     @abstractmethod
     def pooled_gradients(
@@ -110,14 +164,15 @@ class Engine(ABC):
     ) -> list[dict[str, Tensor]]:
         """Return the gradient of each network's mean loss over pooled training samples.
 
-        The loss is the task's, without what a method adds to it. Nets run as in training, so that norms
-        which use the statistics of the batch use those of batches of `batch_size`.
+        The loss is the task's, without what a method adds to it. Nets run as in training, so that
+        norms which use the statistics of the batch use those of batches of `batch_size`.
 
         Args:
             federation: Family, task and norm policy.
             nets: Sub-models and their weights.
             batch_size: Samples that are run together.
-            samples: Most samples to use. They are the same for all nets, and for all calls with one seed.
+            samples: Most samples to use. They are the same for all nets, and for all calls with one
+                seed.
 
         Returns:
             For each net, a tensor for every weight that it trains, by name.
@@ -129,7 +184,7 @@ class Engine(ABC):
 
     @abstractmethod
     def size(self, client: int) -> int:
-        """Return how many training samples a client has."""
+        """Return the number of training samples of a client."""
 
     @property
     @abstractmethod
@@ -142,10 +197,10 @@ class Engine(ABC):
         """Return True if clients hold back training samples for validation."""
 
     def online(self) -> Sequence[int] | None:
-        """Return the clients that can be reached now, in ascending order. None: all of the fleet."""
+        """Return the clients that can be reached now, in ascending order. None: all clients."""
         return None
 
     @property
     def settings(self) -> Mapping[str, bool | int | float | str]:
-        """Return the options that the last digits of a result depend on. A checkpoint has them."""
+        """Return the options that change a result's last digits. Checkpoints store them."""
         return {}

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fedquilt.precision import DTYPES, Precision
+from fedquilt.hardware.precision import DTYPES, Precision
 from fedquilt.round.link import PERFECT, Link
 from fedquilt.tasks import Classification, Task
 from fedquilt.terms import Weights
 
 if TYPE_CHECKING:
     from fedquilt.family import Family
-    from fedquilt.methods.method import Method
+    from fedquilt.round.method import Method
 
 
 @dataclass(frozen=True)

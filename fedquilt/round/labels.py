@@ -9,17 +9,23 @@ from fedquilt.terms import Budget
 from fedquilt.units import amount, size
 
 if TYPE_CHECKING:
-    from fedquilt.methods import Method
     from fedquilt.round.federation import World
+    from fedquilt.round.method import Method
 
 
 def share_label(method: Method, budget: Budget, world: World) -> str:
-    """Return the key of a client's budget in records: the share that it can train, or what the method says."""
+    """Return the key of a client's budget in records, usually the share that it can train.
+
+    Args:
+        method: The method that names keys.
+        budget: Budget of the client.
+        world: What the method may look at.
+    """
     return method.key(budget, world)
 
 
 def share_key(share: float, budget: Budget) -> str:
-    """Return the key of a share: with four decimals, unless it is that of the budget itself."""
+    """Return the key of a share, rounded to four decimals unless the budget names this share."""
     return str(float(share if share == budget.share else round(share, 4)))
 
 
@@ -34,7 +40,10 @@ def short_share(key: str) -> str:
 
 
 def bounds_label(budget: Budget) -> str:
-    """Return the bounds of a budget with their units, such as `28M MACs, 8 MB`. Empty if it has a share alone."""
+    """Return the bounds of a budget with their units, such as `28M MACs, 8 MB`.
+
+    The text is empty if the budget has only a share.
+    """
     bounds = {
         "params": budget.params is not None and f"{amount(budget.params)} parameters",
         "macs": budget.macs is not None and f"{amount(budget.macs)} MACs",
@@ -46,24 +55,26 @@ def bounds_label(budget: Budget) -> str:
 def budgets_by_share(
     method: Method, budgets: Sequence[Budget], world: World
 ) -> dict[str, tuple[Budget, ...]]:
-    """Return the budgets of a fleet by the key of their results in records, in the order of the fleet.
+    """Group the budgets of a fleet by their key in records, in the order of the fleet.
 
     Args:
         method: The method that names keys.
         budgets: Different budgets of the fleet.
         world: What the method may look at.
     """
-    found: dict[str, tuple[Budget, ...]] = {}
+    budgets_by_key: dict[str, tuple[Budget, ...]] = {}
     for budget in budgets:
         key = share_label(method, budget, world)
-        found[key] = (*found.get(key, ()), budget)
-    return found
+        budgets_by_key[key] = (*budgets_by_key.get(key, ()), budget)
+    return budgets_by_key
 
 
 def labels_by_share(
     method: Method, budgets: Sequence[Budget], world: World, shares: Sequence[float] = ()
 ) -> dict[str, str]:
-    """Return how tables and logs name the keys of records, for keys whose name is not the share itself.
+    """Return the names that tables and logs show for keys of records.
+
+    Keys whose name is just the share are left out.
 
     Args:
         method: The method that names them.
@@ -71,15 +82,15 @@ def labels_by_share(
         world: What the method may look at.
         shares: Further shares that are evaluated.
     """
-    found: dict[str, list[str]] = {}
+    labels_by_key: dict[str, list[str]] = {}
     for budget in (*budgets, *(Budget(share=share) for share in (1.0, *shares))):
-        labels = found.setdefault(share_label(method, budget, world), [])
+        labels = labels_by_key.setdefault(share_label(method, budget, world), [])
         label = method.label(budget, world)
         if label not in labels:
             labels.append(label)
-    joined = {key: " | ".join(labels) for key, labels in found.items()}
+    joined = {key: " | ".join(labels) for key, labels in labels_by_key.items()}
     names = list(joined.values())
-    # Rounded bounds of unequal budgets may read alike: their shares tell them apart.
+    # Different bounds may be equal once rounded. Then the share is added to tell them apart.
     distinct = {
         key: label if names.count(label) == 1 else f"{label} ({short_share(key)})"
         for key, label in joined.items()

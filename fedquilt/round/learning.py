@@ -1,4 +1,4 @@
-"""A server that learns: its nets are trained on public samples, as clients are on theirs."""
+"""Training on the server: its nets learn from public samples as clients learn from their own."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.errors import DivergenceError
 from fedquilt.family.net import Pass
-from fedquilt.files import settled
-from fedquilt.precision import computing
+from fedquilt.hardware.precision import computing
 from fedquilt.round.client import are_finite
+from fedquilt.round.evaluate import scored
 from fedquilt.round.link import PERFECT
 from fedquilt.round.merge import Mean, Merged
-from fedquilt.round.serve import scored
 from fedquilt.round.teachers import output_batch
 from fedquilt.round.training.batches import batched
 from fedquilt.round.training.passes import LossPass
@@ -28,25 +27,26 @@ from fedquilt.round.training.public import POSITIONS
 from fedquilt.round.training.server import TEACHER, Teaching
 from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, run_pass
-from fedquilt.terms import Budget, Client, Job, Memory, Server, Submodel, Weights
+from fedquilt.storage.files import settled
+from fedquilt.terms import Budget, Client, ClientState, Job, Server, Submodel, Weights
 
 if TYPE_CHECKING:
     from fedquilt.round.engine import Engine
     from fedquilt.round.federation import Federation
-    from fedquilt.round.training.local import Local
+    from fedquilt.round.training.local import LocalTraining
 
-_CHECKS = (
-    1 << 20
-)  # A student's job counts comparisons as rounds: this many are reserved for each round of the run.
-_SERVER = Client(0, Budget(share=1.0))  # The server as the client that all students belong to.
+# Round numbers of students' jobs that are reserved for each round of the run. A student's job has
+# one round number per comparison.
+_CHECKS = 1 << 20
+_SERVER = Client(0, Budget(share=1.0))  # The server, as the client that trains all students.
 
 
 @dataclass(frozen=True)
 class Learnt:
     """Costs of the server's training in a round."""
 
-    seconds: float = 0.0
-    macs: int = 0
+    seconds: float = 0.0  # Wall-clock time
+    macs: int = 0  # Multiply-adds
     steps: int = 0  # Optimizer steps of all students
 
 
@@ -54,7 +54,7 @@ class Learnt:
 class EvaluatedLoss(LossPass):
     """Value of an objective with a net as it is evaluated, without dropout."""
 
-    def mode(self, local: Local) -> Pass:
+    def mode(self, local: LocalTraining) -> Pass:
         return Pass(train=False, statistics="stored" if local.norm.tracks else "batch")
 
 
@@ -65,7 +65,7 @@ class _Progress:
     weights: Weights  # By scope and name
     best: float
     best_weights: Weights
-    memory: dict[tuple[int, str], Memory] = field(default_factory=dict)
+    memory: dict[tuple[int, str], ClientState] = field(default_factory=dict)
     failures: int = 0  # Comparisons in a row without progress
 
     def take(self, value: float) -> None:
@@ -79,7 +79,7 @@ class _Progress:
 def learn(
     federation: Federation, server: Server, merged: Merged, engine: Engine
 ) -> tuple[Server, Learnt]:
-    """Let the server learn what the method teaches it, and return its new state and the costs.
+    """Run the server's own training, and return its new state and the costs.
 
     Args:
         federation: World, method and link.
@@ -90,8 +90,10 @@ def learn(
     began, macs, steps = time.perf_counter(), merged.macs, 0
     if not are_finite(merged.outputs.values()):
         raise DivergenceError(
-            f"nets that the server received in round {server.round} have outputs on the public samples that are not "
-            "finite; they were refused, and the server's state is that of the round before. A smaller learning rate "
+            f"nets that the server received in round {server.round} have outputs on the public "
+            "samples that are not "
+            "finite; they were refused, and the server's state is that of the round before. A "
+            "smaller learning rate "
             "of clients may help, or gradient clipping (clip=1.0)."
         )
 
@@ -105,12 +107,12 @@ def learn(
         steps += school.steps
         return replace(state, weights={**state.weights, **settled(school.best)})
 
-    after = federation.method.learn(server, merged.outputs, federation.world, train)
-    return after, Learnt(time.perf_counter() - began, macs, steps)
+    new_server = federation.method.learn(server, merged.outputs, federation.world, train)
+    return new_server, Learnt(time.perf_counter() - began, macs, steps)
 
 
 class _School:
-    """Trains the students of one round, a few steps at a time."""
+    """Trainer of the students of one round, a few steps at a time."""
 
     def __init__(
         self, federation: Federation, server: Server, teaching: Teaching, engine: Engine
@@ -131,24 +133,24 @@ class _School:
             if teaching.positions is None
             else teaching.positions.cpu()
         )
-        rows, held = teaching.how.split(len(positions), world.seed)
+        rows, held_rows = teaching.how.split(len(positions), world.seed)
         self._public = engine.on_public(world)
         teacher = teaching.teacher.to(engine.device, world.dtype)
         self._extras = {
             TEACHER: teacher[rows.to(engine.device)],
             TEACHER + POSITIONS: positions[rows],
         }
-        samples = world.public[positions[held].to(world.public.device)].to(engine.device)
-        self._held = samples, teacher[held.to(engine.device)]
+        samples = world.public[positions[held_rows].to(world.public.device)].to(engine.device)
+        self._held = samples, teacher[held_rows.to(engine.device)]
         self.macs = self.steps = 0
         self._progress: dict[Submodel, _Progress] = {}
         for student, value in self._compared(teaching.students, server.weights).items():
-            own = {
+            weights = {
                 name: weight
                 for name, weight in server.weights.items()
                 if name.startswith(student.scope)
             }
-            self._progress[student] = _Progress(own, value, own)
+            self._progress[student] = _Progress(weights, value, weights)
 
     @property
     def best(self) -> dict[str, Tensor]:
@@ -160,19 +162,19 @@ class _School:
         }
 
     def train(self) -> None:
-        """Train until every student has had all steps, or makes no progress any more."""
+        """Train until every student has taken all steps or has stopped making progress."""
         how = self._teaching.how
         for check in range(math.ceil(how.steps / how.steps_per_check)):
             active = [
-                one for one, progress in self._progress.items() if progress.failures < how.patience
+                net for net, progress in self._progress.items() if progress.failures < how.patience
             ]
             if not active:
                 return
             self._train(active, check)
             weights = {
                 name: weight
-                for one in active
-                for name, weight in self._progress[one].weights.items()
+                for net in active
+                for name, weight in self._progress[net].weights.items()
             }
             for student, value in self._compared(active, weights).items():
                 self._progress[student].take(value)
@@ -184,10 +186,10 @@ class _School:
             jobs[0].round,
             {
                 name: weight
-                for one in active
-                for name, weight in self._progress[one].weights.items()
+                for net in active
+                for name, weight in self._progress[net].weights.items()
             },
-            {key: memory for one in active for key, memory in self._progress[one].memory.items()},
+            {key: memory for net in active for key, memory in self._progress[net].memory.items()},
             extras=self._extras,
         )
         fold = Mean(self._federation.world.family.cutter, "uniform").begin(state)
@@ -207,23 +209,25 @@ class _School:
 
     @contextmanager
     def _blamed(self) -> Iterator[None]:
-        """Raise an error of the students' training as one that names the server, and not a client."""
+        """Raise a divergence of students as an error that names the server and not a client."""
         try:
             yield
         except DivergenceError as error:
             raise DivergenceError(
-                f"the server's training on public samples diverged in round {self._server.round}. A smaller learning "
-                "rate (method.server_training.optimiser.lr) would help; the server's state is that of the round before."
+                f"the server's training on public samples diverged in round {self._server.round}. "
+                "A smaller learning "
+                "rate (method.server_training.optimizer.lr) would help; the server's state is that "
+                "of the round before."
             ) from error
 
     def _compared(
         self, students: Sequence[Submodel], weights: Mapping[str, Tensor]
     ) -> dict[Submodel, float]:
-        """Return a value for each student that falls as it gets better."""
+        """Return a value for each student. Smaller values are better."""
         if self._teaching.how.stop_by == "labels":
             state = replace(self._server, weights={**self._server.weights, **weights})
-            found = scored(self._federation, state, tuple(students), self._engine)
-            return {student: -score for student, score in zip(students, found, strict=True)}
+            scores = scored(self._federation, state, tuple(students), self._engine)
+            return {student: -score for student, score in zip(students, scores, strict=True)}
         return {student: self._held_loss(student, weights) for student in students}
 
     def _held_loss(self, student: Submodel, weights: Mapping[str, Tensor]) -> float:
@@ -233,7 +237,7 @@ class _School:
         learner = self._teaching.method.learner(Job(_SERVER, student, 0), world)
         names = [name for name in member.names if student.scope + name in weights]
         state = world.family.cutter.gather(weights, student, names)
-        one = EvaluatedLoss(objective=self._teaching.method.objective)
+        loss_pass = EvaluatedLoss(objective=self._teaching.method.objective)
         targets = world.task.blank_targets((len(samples), *world.family.output_shape[1:])).to(
             device
         )
@@ -244,11 +248,16 @@ class _School:
         )
         parts, sizes = [], []
         with torch.no_grad(), computing(world.precision, device):
-            for chosen in batched(torch.arange(len(samples), device=device), output_batch(world)):
+            for chunk in batched(torch.arange(len(samples), device=device), output_batch(world)):
                 batch = Batch(
-                    samples[chosen].clone(), targets[chosen], present, key, share, rows[chosen]
+                    samples[chunk].clone(),
+                    targets[chunk],
+                    present,
+                    key,
+                    share,
+                    rows[chunk],
                 )
-                parts.append(run_pass(learner, member, one, state, Received(state), batch))
-                sizes.append(len(chosen))
+                parts.append(run_pass(learner, member, loss_pass, state, Received(state), batch))
+                sizes.append(len(chunk))
         self.macs += member.macs * len(samples)
-        return float(one.merged(parts, sizes)["loss"])
+        return float(loss_pass.merged(parts, sizes)["loss"])

@@ -1,7 +1,8 @@
-"""Folds: how what came back becomes the next server state.
+"""Folds merge the updates of clients into the next server state.
 
-A fold is a stream: `add` takes one update (or a stack of them) and forgets it, so that a cohort need not fit in memory;
-`join` adds the partial sums of another worker; `finish` gives the new weights, slots and extras.
+A fold is a stream. `add` takes one update, or a stack of them, and does not keep it, so that a
+cohort need not fit in memory. `join` adds the partial sums of another worker. `finish` returns the
+new weights, slots and extras.
 """
 
 from __future__ import annotations
@@ -9,27 +10,35 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from fedquilt.axes import Index
 from fedquilt.checks import within
-from fedquilt.devices import onto
 from fedquilt.errors import ConfigError
 from fedquilt.family.cut import Cutter, Tally
+from fedquilt.hardware.device import to_device_async
 from fedquilt.tensors import Flat
 from fedquilt.terms import Extras, Payload, Server, Slots, Submodel, Update, Weights
+
+if TYPE_CHECKING:
+    from fedquilt.round.federation import World
+    from fedquilt.round.method import Method
 
 Weighting = Literal["uniform", "data", "model", "updates", "both"]
 
 
 def client_weight(update: Update, weighting: Weighting, cutter: Cutter) -> float:
-    """Return p_m of equation 10: how much a client counts where it counts (FedRolex, appendices A.2 and A.3).
+    """Return a client's weight in the mean, p_m of FedRolex (equation 10, appendices A.2 and A.3).
 
-    By `model` it counts as many times as its net has kernels, by `updates` as many times as it has taken an optimizer
-    step in all rounds so far, by `both` the product.
+    Args:
+        update: Update of the client.
+        weighting: `uniform` gives 1. `data` gives the number of samples, `model` the number of
+            kernels of its net, `updates` its optimizer steps in all rounds so far, and `both` the
+            product of the last two.
+        cutter: It counts kernels.
     """
     kernels = cutter.kernels(update.job.submodel.arch) if weighting in ("model", "both") else 1
     match weighting:
@@ -46,11 +55,11 @@ def client_weight(update: Update, weighting: Weighting, cutter: Cutter) -> float
     return float(update.times * weight)
 
 
-# --- server optimisers: an option of the mean -------------------------------------------------------------------
+# --- server optimizers: an option of the mean ---------------------------------------------------
 
 
 class ServerOptimiser(Protocol):
-    """Turns the mean's change from the old weights into the step the server takes."""
+    """Contract of a server optimizer, which turns the mean change of clients into a step."""
 
     @property
     def slots(self) -> tuple[str, ...]: ...
@@ -62,7 +71,7 @@ class ServerOptimiser(Protocol):
 
 @dataclass(frozen=True)
 class Plain:
-    """Take the mean as it is."""
+    """No server optimizer: the server takes the mean of the clients' weights."""
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -74,10 +83,10 @@ class Plain:
 
 @dataclass(frozen=True)
 class ServerMomentum:
-    """FedAvgM (Hsu et al. 2019); lr 1 and momentum 0 give the mean."""
+    """FedAvgM (Hsu et al. 2019). A learning rate of 1 and momentum 0 give the plain mean."""
 
-    lr: float = 1.0  # of the mean's change
-    momentum: float = 0.9  # what is kept of the last step
+    lr: float = 1.0  # Learning rate of the server
+    momentum: float = 0.9  # Fraction of the last step that is added to the next one
 
     def __post_init__(self) -> None:
         within(self, lr="(0, inf)", momentum="[0, 1)")
@@ -93,45 +102,21 @@ class ServerMomentum:
 
 @dataclass(frozen=True)
 class ServerAdam:
-    """FedAdam (Reddi et al. 2021, algorithm 2), without bias correction as published."""
-
-    lr: float = 0.01  # of the step
-    beta1: float = 0.9  # what is kept of the mean change
-    beta2: float = 0.99  # what is kept of the mean square
-    tau: float = 1e-3  # added to its root: how adaptive the steps are
-
-    def __post_init__(self) -> None:
-        within(self, lr="(0, inf)", beta1="[0, 1)", beta2="[0, 1)", tau="(0, inf)")
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("mean", "square")
-
-    def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        mean = self.beta1 * slots["mean"] + (1 - self.beta1) * change
-        square = self.beta2 * slots["square"] + (1 - self.beta2) * change.square()
-        return self.lr * mean / (square.sqrt() + self.tau), {"mean": mean, "square": square}
-
-
-@dataclass(frozen=True)
-class ServerYogi:
-    """FedYogi (Reddi et al. 2021, algorithm 2).
+    """FedAdam (Reddi et al. 2021, algorithm 2), without bias correction as published.
 
         m ← β1 m + (1 − β1) Δ
-        v ← v − (1 − β2) Δ² sign(v − Δ²)
+        v ← β2 v + (1 − β2) Δ²
         x ← x + η m / (√v + τ)
 
-    Δ is the change from the server's weights to the mean. The mean square v decreases by at most (1 − β2) Δ² in a
-    step, so that it falls more slowly than in `ServerAdam`. The paper starts v at τ² or more. Here m and v start at 0,
-    as in `ServerAdam`, without bias correction.
+    Δ is the change from the server's weights to the mean. The paper starts v at τ² or more. Here m
+    and v start at 0.
     """
 
     lr: float = 0.01  # Learning rate η of the server
     beta1: float = 0.9  # Share of the mean change that is kept
-    beta2: float = 0.99  # One minus the rate at which the mean square changes
-    tau: float = (
-        1e-3  # Added to the root of the mean square; a larger one makes steps less adaptive
-    )
+    beta2: float = 0.99  # Share of the mean square that is kept
+    # Constant added to the root of the mean square. Larger values make steps less adaptive
+    tau: float = 1e-3
 
     def __post_init__(self) -> None:
         within(self, lr="(0, inf)", beta1="[0, 1)", beta2="[0, 1)", tau="(0, inf)")
@@ -142,18 +127,40 @@ class ServerYogi:
 
     def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         mean = self.beta1 * slots["mean"] + (1 - self.beta1) * change
-        squared = change.square()
-        square = slots["square"] - (1 - self.beta2) * squared * torch.sign(
-            slots["square"] - squared
-        )
+        square = self.mean_square(slots["square"], change.square())
         return self.lr * mean / (square.sqrt() + self.tau), {"mean": mean, "square": square}
+
+    def mean_square(self, square: Tensor, squared: Tensor) -> Tensor:
+        """Return the new mean square v.
+
+        Args:
+            square: Mean square of the round before.
+            squared: Δ² of this round, of the same shape.
+        """
+        return self.beta2 * square + (1 - self.beta2) * squared
+
+
+@dataclass(frozen=True)
+class ServerYogi(ServerAdam):
+    """FedYogi (Reddi et al. 2021, algorithm 2), which is `ServerAdam` with another mean square.
+
+        v ← v − (1 − β2) Δ² sign(v − Δ²)
+
+    The mean square v decreases by at most (1 − β2) Δ² in a step, so that it falls more slowly than
+    in `ServerAdam`.
+    """
+
+    beta2: float = 0.99  # One minus the rate at which the mean square changes
+
+    def mean_square(self, square: Tensor, squared: Tensor) -> Tensor:
+        return square - (1 - self.beta2) * squared * torch.sign(square - squared)
 
 
 @dataclass(frozen=True)
 class ServerStep:
-    """Go a part of the way to the mean, or beyond it; lr 1 gives the mean."""
+    """A step towards the mean, scaled by the learning rate. A rate of 1 gives the plain mean."""
 
-    lr: float = 1.0  # of the mean's change
+    lr: float = 1.0  # Learning rate of the server
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -163,18 +170,25 @@ class ServerStep:
         return self.lr * change, {}
 
 
-# --- folds ------------------------------------------------------------------------------------------------------
+# --- folds --------------------------------------------------------------------------------------
 
 
 class Fold(Protocol):
+    """Contract of a fold: a running merge of updates."""
+
     def add(self, update: Update) -> None:
-        """Take one update."""
+        """Add one update."""
 
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
-        """Take many updates that sent the same positions; `stacked` has one state a payload, clients leading."""
+        """Add many updates that sent the same positions.
+
+        Args:
+            updates: Updates of the clients.
+            stacked: One dictionary of weights per payload, with the clients in dimension 0.
+        """
 
     def join(self, other: Self) -> None:
-        """Take another worker's partial result."""
+        """Add the partial result of another worker."""
 
     def finish(self, server: Server) -> Merged:
         """Return the new weights, slots and extras of the server."""
@@ -186,24 +200,100 @@ class Merged(NamedTuple):
     weights: Weights
     slots: Slots = MappingProxyType({})  # By slot, scope and name.
     extras: Extras = MappingProxyType({})
-    outputs: Extras = MappingProxyType(
-        {}
-    )  # Outputs of teachers on public samples, which are no part of the state
-    macs: int = 0  # Multiply-adds that the server spent on them
+    # Outputs of teachers on public samples. They are not part of the server's state.
+    outputs: Extras = MappingProxyType({})
+    macs: int = 0  # Multiply-adds that the server spent on these outputs.
 
 
-MAX_SHARED_SIZE = 1 << 16  # entries; on a CPU, larger weights are merged one by one
+_STEPS = ("add", "add_stack", "join", "finish")  # methods of a fold
+
+
+def fold_of(method: Method, server: Server, world: World) -> Fold:
+    """Return a method's fold, after a check that it has the methods that engines call.
+
+    Args:
+        method: Its `fold` is called.
+        server: State at the start of the round.
+        world: What the method may look at.
+
+    Raises:
+        ConfigError: Names the method, and what its fold lacks.
+    """
+    fold = method.fold(server, world)
+    missing = [step for step in _STEPS if not callable(getattr(fold, step, None))]
+    if missing:
+        result = (
+            "nothing" if fold is None else f"a {type(fold).__name__} without {', '.join(missing)}"
+        )
+        raise ConfigError(
+            f"{type(method).__name__}.fold returned {result} in round {server.round + 1}; a fold "
+            "has "
+            f"{', '.join(_STEPS)}. A subclass of fedquilt.methods.api.Mean inherits those that it "
+            "does not override."
+        )
+    return fold
+
+
+def merged_of(method: Method, fold: Fold, server: Server) -> Merged:
+    """Return the result of a fold, after a check that it has all weights of the server.
+
+    Args:
+        method: Method of the run, for messages.
+        fold: Fold of all updates of the round.
+        server: State at the start of the round.
+
+    Raises:
+        ConfigError: Names the method, and the weight that is missing, too many, or of another shape
+            or type.
+    """
+    result = fold.finish(server)
+    is_pair = isinstance(result, tuple) and 1 <= len(result) <= len(Merged._fields)
+    merged = Merged(*result) if is_pair else None
+    problem = (
+        _wrong_weights(merged.weights, server.weights) if merged else f"a {type(result).__name__}"
+    )
+    if merged is None or problem:
+        raise ConfigError(
+            f"the fold of {type(method).__name__} returned {problem} in round {server.round + 1}; "
+            "finish must return "
+            "Merged(weights, slots, extras) with all weights of the server, also those that nobody "
+            "sent."
+        )
+    return merged
+
+
+def _wrong_weights(found: object, server: Weights) -> str:
+    """Describe what is wrong with merged weights. The text is empty if they match the server's."""
+    if not isinstance(found, Mapping):
+        return f"a {type(found).__name__} in place of weights"
+    for name in {**server, **found}:
+        if name not in found:
+            return f"weights without {name!r}"
+        if name not in server:
+            return f"the weight {name!r}, which the server does not have,"
+        value, expected = found[name], server[name]
+        if not isinstance(value, Tensor):
+            return f"a {type(value).__name__} as {name!r}"
+        if (value.shape, value.dtype) != (expected.shape, expected.dtype):
+            return (
+                f"{name!r} as {value.dtype} {list(value.shape)} in place of {expected.dtype} "
+                f"{list(expected.shape)}"
+            )
+    return ""
+
+
+MAX_SHARED_SIZE = 1 << 16  # Entries of a weight. On a CPU, larger weights are merged one by one.
 
 
 class Piece(NamedTuple):
     """Weights whose sums are one vector, and which are merged at once.
 
-    On a GPU they are all weights of a scope, because every operation there is a launch, however
-    small its tensors. On a CPU a large weight is a piece of its own: what a merge allocates then
-    stays below the 32 MB up to which glibc reuses memory (`keep_pages`), and its temporary tensors
-    are as small as one weight. In one vector of 44 MB, as a PreResNet-18 needs, the system has to
-    provide and clear every page anew in every merge. Small weights share a piece, because calls
-    cost more than their arithmetic.
+    On a GPU all weights of a scope are one piece, because every operation is a kernel launch,
+    however small its tensors are. On a CPU a large weight is a piece of its own. A merge then
+    allocates less than the 32 MB up to which glibc reuses memory (`keep_pages`), and its temporary
+    tensors are as small as one weight. With one vector of 44 MB, as a PreResNet-18 needs, the
+    system would have to provide and clear all pages in every merge. Small weights share a piece,
+    because the calls cost more than the arithmetic.
     """
 
     scope: str
@@ -213,51 +303,55 @@ class Piece(NamedTuple):
 
 @dataclass
 class Mean:
-    """Per position, the weighted mean over the clients that held it; untouched positions keep their value.
+    """Weighted mean, at each position, over the clients that held the position.
 
-    With `paced`, each client's change is first divided by its effective step count and the result scaled by their
-    mean (FedNova): with a_i = 1 for all, that is the plain mean.
+    Positions that no client held keep their value. With `paced`, each client's change is divided by
+    its effective step count a_i, and the sum is scaled by the mean of these counts (FedNova). With
+    a_i = 1 for all clients, that is the plain mean.
     """
 
     cutter: Cutter
-    weighting: Weighting = "uniform"
-    optimiser: ServerOptimiser = Plain()
-    paced: bool = False
-    plain: frozenset[str] = (
-        frozenset()
-    )  # norm statistics: measured, not stepped, so neither pace nor optimiser applies
-    # Σ (p/a)·w over the clients that held a position; Σ p·w of what was measured.
+    weighting: Weighting = "uniform"  # What a client's weight depends on.
+    optimizer: ServerOptimiser = Plain()  # Optimizer that steps towards the mean.
+    paced: bool = False  # True: changes are divided by effective step counts.
+    # Names of norm statistics. They are measured and not trained, so that neither `paced` nor
+    # `optimizer` applies to them.
+    plain: frozenset[str] = frozenset()
+    # Σ (p/a)·w over the clients that held a position. For norm statistics Σ p·w.
     _sums: dict[Piece, Flat] = field(default_factory=dict)
-    # Who held what is kept as positions, names and three sums (p/a, p, p·a), not as tensors.
+    # Positions, names and three sums (p/a, p, p·a) for each distinct cut. This takes much less
+    # memory than a tensor of counts.
     _held: dict[tuple[Submodel, Index, frozenset[str]], list[float]] = field(default_factory=dict)
     _old: Weights = field(default_factory=dict)
 
     def begin(self, server: Server) -> Self:
-        """An empty mean over a server's state."""
+        """Start a mean over a server's state, and return it."""
         self._old = server.weights
         return self
 
     def add(self, update: Update) -> None:
-        weight, pace = (
+        weight, effective_steps = (
             client_weight(update, self.weighting, self.cutter),
-            update.pace if self.paced else 1.0,
+            update.effective_steps if self.paced else 1.0,
         )
         home = update.job.submodel.home
         for payload in update.sent:
             for piece, parts in self._pieces(payload.submodel.scope, payload.weights).items():
-                scale = weight if piece.is_measured else weight / pace
+                scale = weight if piece.is_measured else weight / effective_steps
                 self._add(piece, payload.submodel, home, parts, scale)
-            self._count(payload.submodel, home, payload.weights, weight, pace)
+            self._count(payload.submodel, home, payload.weights, weight, effective_steps)
 
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
         weights = [client_weight(update, self.weighting, self.cutter) for update in updates]
-        paces = [update.pace if self.paced else 1.0 for update in updates]
-        ratios = [weight / pace for weight, pace in zip(weights, paces, strict=True)]
-        for place, state in enumerate(stacked):
-            submodel, home = updates[0].sent[place].submodel, updates[0].job.submodel.home
+        paces = [update.effective_steps if self.paced else 1.0 for update in updates]
+        ratios = [
+            weight / effective_steps for weight, effective_steps in zip(weights, paces, strict=True)
+        ]
+        for payload_index, state in enumerate(stacked):
+            submodel, home = updates[0].sent[payload_index].submodel, updates[0].job.submodel.home
             for piece, parts in self._pieces(submodel.scope, state).items():
                 scales = weights if piece.is_measured else ratios
-                if len(updates) == 1:  # nothing to sum
+                if len(updates) == 1:  # There is nothing to sum.
                     self._add(
                         piece,
                         submodel,
@@ -266,19 +360,21 @@ class Mean:
                         scales[0],
                     )
                     continue
-                like = next(iter(parts.values()))
-                row = onto(like.device, torch.tensor(scales, dtype=like.dtype))
+                example = next(iter(parts.values()))
+                row = to_device_async(example.device, torch.tensor(scales, dtype=example.dtype))
                 summed = {name: torch.tensordot(row, value, 1) for name, value in parts.items()}
                 self._add(piece, submodel, home, summed, 1.0)
-            for weight, pace in zip(weights, paces, strict=True):
-                self._count(submodel, home, state, weight, pace)
+            for weight, effective_steps in zip(weights, paces, strict=True):
+                self._count(submodel, home, state, weight, effective_steps)
 
     def _pieces(self, scope: str, weights: Weights) -> dict[Piece, dict[str, Tensor]]:
         """Group the weights of a scope by the piece that each of them belongs to."""
         pieces: dict[Piece, dict[str, Tensor]] = {}
         for name, value in weights.items():
-            whole = self._old[scope + name]
-            is_alone = whole.numel() > MAX_SHARED_SIZE and not self.cutter.is_flat(whole)
+            full_weight = self._old[scope + name]
+            is_alone = full_weight.numel() > MAX_SHARED_SIZE and not self.cutter.is_flat(
+                full_weight
+            )
             piece = Piece(scope, name in self.plain, name if is_alone else "")
             pieces.setdefault(piece, {})[name] = value
         return pieces
@@ -289,7 +385,7 @@ class Mean:
         if piece not in self._sums and all(
             self.cutter.keeps(name, submodel.index, home) for name in parts
         ):
-            first = Flat.of(parts)  # the first of many need not be added to zeros
+            first = Flat.of(parts)  # The first update need not be added to zeros.
             self._sums[piece] = first if scale == 1.0 else first.same(first.vector.mul_(scale))
             return
         self.cutter.add(self._room(piece, parts), submodel, parts, scale, home)
@@ -297,32 +393,37 @@ class Mean:
     def _room(self, piece: Piece, names: Iterable[str]) -> Flat:
         """Return the sums of a piece, with zeros for weights that nobody has sent before."""
         sums = self._sums.get(piece)
-        known = sums.parts if sums is not None else {}
+        parts = sums.parts if sums is not None else {}
         new = {
             name: torch.zeros_like(self._old[piece.scope + name])
             for name in names
-            if name not in known
+            if name not in parts
         }
         if sums is None or new:
-            sums = self._sums[piece] = Flat.of(known | new)
+            sums = self._sums[piece] = Flat.of(parts | new)
         return sums
 
     def _count(
-        self, submodel: Submodel, home: Index, weights: Weights, weight: float, pace: float
+        self,
+        submodel: Submodel,
+        home: Index,
+        weights: Weights,
+        weight: float,
+        effective_steps: float,
     ) -> None:
-        held = self._held.setdefault((submodel, home, frozenset(weights)), [0.0, 0.0, 0.0])
-        for place, value in enumerate((weight / pace, weight, weight * pace)):
-            held[place] += value
+        counts = self._held.setdefault((submodel, home, frozenset(weights)), [0.0, 0.0, 0.0])
+        for index, value in enumerate((weight / effective_steps, weight, weight * effective_steps)):
+            counts[index] += value
 
     def join(self, other: Self) -> None:
-        for key, theirs in other._sums.items():
-            for piece, parts in self._pieces(key.scope, theirs.parts).items():
-                mine = self._room(piece, parts)
-                torch._foreach_add_([mine.parts[name] for name in parts], list(parts.values()))
+        for key, other_sums in other._sums.items():
+            for piece, parts in self._pieces(key.scope, other_sums.parts).items():
+                own_sums = self._room(piece, parts)
+                torch._foreach_add_([own_sums.parts[name] for name in parts], list(parts.values()))
         for cut, sums in other._held.items():
-            held = self._held.setdefault(cut, [0.0, 0.0, 0.0])
-            for place, value in enumerate(sums):
-                held[place] += value
+            counts = self._held.setdefault(cut, [0.0, 0.0, 0.0])
+            for index, value in enumerate(sums):
+                counts[index] += value
 
     def finish(self, server: Server) -> Merged:
         weights = dict(server.weights)
@@ -341,7 +442,7 @@ class Mean:
             touched = None
             if not tally.complete and isinstance(counts, Tensor):
                 touched = counts > 0
-            if not isinstance(self.optimiser, Plain) and not piece.is_measured:
+            if not isinstance(self.optimizer, Plain) and not piece.is_measured:
                 mean = self._step(scope, sums, old, mean, touched, slots)
             merged = mean if touched is None else torch.where(touched, mean, old)
             weights |= {scope + name: part for name, part in sums.same(merged).parts.items()}
@@ -356,33 +457,38 @@ class Mean:
         touched: Tensor | None,
         slots: dict[str, dict[str, Tensor]],
     ) -> Tensor:
-        """Let the server's optimiser step towards the mean; untouched positions keep their slots."""
-        own = {}
-        for slot in self.optimiser.slots:
-            held = slots.setdefault(slot, {})
+        """Apply the server's optimizer. Positions that no client held keep their slots."""
+        old_slots = {}
+        for slot in self.optimizer.slots:
+            server_slots = slots.setdefault(slot, {})
             empty = sums.same(torch.zeros_like(old)).parts
-            own[slot] = Flat.of(
-                {name: held.get(scope + name, zeros) for name, zeros in empty.items()}
+            old_slots[slot] = Flat.of(
+                {name: server_slots.get(scope + name, zeros) for name, zeros in empty.items()}
             ).vector
-        step, after = self.optimiser.step(mean - old, own)
-        for slot, value in after.items():
-            kept = sums.same(value if touched is None else torch.where(touched, value, own[slot]))
-            slots[slot] |= {scope + name: part for name, part in kept.parts.items()}
+        step, new_slots = self.optimizer.step(mean - old, old_slots)
+        for slot, value in new_slots.items():
+            slot_values = sums.same(
+                value if touched is None else torch.where(touched, value, old_slots[slot])
+            )
+            slots[slot] |= {scope + name: part for name, part in slot_values.parts.items()}
         return old + step
 
     def _tally(self, scope: str, sums: Flat, place: int) -> Tally:
-        """Add up how much the clients count that held each position of a piece."""
-        held = [
+        """Sum one of the three weights of clients at each position of a piece that they held."""
+        cuts = [
             (submodel, home, [name for name in sums.shapes if name in names], values[place])
             for (submodel, home, names), values in self._held.items()
             if submodel.scope == scope
         ]
-        return self.cutter.tally(sums, held)
+        return self.cutter.tally(sums, cuts)
 
 
 @dataclass
 class Sum(Mean):
-    """Per position, the old value plus the scaled sum of what clients sent; untouched positions keep their value."""
+    """Old value plus the scaled sum of the values that clients sent, at each position.
+
+    Positions that no client held keep their value.
+    """
 
     scale: float = 1.0  # Factor of the sum
 
@@ -398,8 +504,8 @@ class Sum(Mean):
 class Stateful:
     """A fold for the weights, and one for each slot and extra that clients send.
 
-    A slot has a tensor for every weight, so that any fold of weights serves it: it is given the slot
-    in the place of the weights. Extras are averaged as whole tensors.
+    A slot has a tensor for every weight, so that any fold of weights can merge it. That fold gets
+    the slot instead of the weights. Extras are averaged as whole tensors.
 
         change = Sum(cutter, scale=1 / num_clients).begin(as_weights(server, "control"))
         fold = Stateful(mean, {"control": change})
@@ -407,14 +513,14 @@ class Stateful:
 
     weights: Fold
     slots: Mapping[str, Fold] = field(default_factory=dict)
-    extras: ExtrasMean | None = None  # None: extras of the server stay as they are
+    extras: ExtrasMean | None = None  # None: the server's extras do not change.
 
     def __post_init__(self) -> None:
-        optimiser = self.weights.optimiser if isinstance(self.weights, Mean) else Plain()
-        if taken := set(optimiser.slots) & set(self.slots):
+        optimizer = self.weights.optimizer if isinstance(self.weights, Mean) else Plain()
+        if clash := set(optimizer.slots) & set(self.slots):
             raise ConfigError(
-                f"a fold was asked for with the slot {min(taken)!r}, which the server's optimizer "
-                f"{type(optimiser).__name__} has; another name would work."
+                f"a fold was asked for with the slot {min(clash)!r}, which the server's optimizer "
+                f"{type(optimizer).__name__} has; another name would work."
             )
 
     def add(self, update: Update) -> None:
@@ -427,10 +533,11 @@ class Stateful:
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
         self.weights.add_stack(updates, stacked)
         for slot, fold in self.slots.items():
-            own = [_of_slot(update, slot) for update in updates]
-            sent = zip(*(update.sent for update in own), strict=True)
+            slot_updates = [_of_slot(update, slot) for update in updates]
+            sent = zip(*(update.sent for update in slot_updates), strict=True)
             fold.add_stack(
-                own, [_stacked([payload.weights for payload in payloads]) for payloads in sent]
+                slot_updates,
+                [_stacked([payload.weights for payload in payloads]) for payloads in sent],
             )
         if self.extras is not None:
             for update in updates:
@@ -454,7 +561,10 @@ class Stateful:
 
 @dataclass
 class ExtrasMean:
-    """Weighted mean of each extra over the clients that sent it. One that nobody sent stays as it is."""
+    """Weighted mean of each extra over the clients that sent it.
+
+    An extra that no client sent does not change.
+    """
 
     cutter: Cutter
     weighting: Weighting = "uniform"
@@ -482,24 +592,25 @@ class ExtrasMean:
 
 
 def as_weights(server: Server, slot: str) -> Server:
-    """Return a state that has a slot in the place of the weights, for the fold of the slot."""
+    """Return a state in which a slot replaces the weights, for the fold of the slot."""
     if slot not in server.slots:
         raise ConfigError(
-            f"a fold of the slot {slot!r} was asked for; the server has {sorted(server.slots)}. Method.init has to "
+            f"a fold of the slot {slot!r} was asked for; the server has {sorted(server.slots)}. "
+            "Method.init has to "
             "give the server a first value."
         )
     return replace(server, weights=server.slots[slot])
 
 
 def _of_slot(update: Update, slot: str) -> Update:
-    """Return an update that has a slot in the place of the weights."""
+    """Return an update in which a slot replaces the weights."""
     sent = tuple(Payload(payload.submodel, payload.slots.get(slot, {})) for payload in update.sent)
     return replace(update, sent=sent)
 
 
 def _stacked(states: Sequence[Weights]) -> dict[str, Tensor]:
-    """Return the tensors of several clients with the clients in front."""
+    """Stack the tensors of several clients, with the clients in dimension 0."""
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 
-_RATIO, _WEIGHT, _PACED = range(3)  # what `Mean._held` adds up: p/a, p and p·a
+_RATIO, _WEIGHT, _PACED = range(3)  # Indices of the sums in `Mean._held`: p/a, p and p·a.

@@ -1,4 +1,4 @@
-"""Teachers: what the nets that came back say about the public samples."""
+"""Teachers: outputs of the clients' trained nets on the public samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedquilt.family.member import Member
 from fedquilt.family.net import Pass
-from fedquilt.precision import computing
+from fedquilt.hardware.precision import computing
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Fold, Merged
 from fedquilt.round.training.batches import batched
@@ -20,14 +20,15 @@ from fedquilt.terms import Server, Update, Weights
 Combined = Literal["mean", "maximum"]
 OUTPUTS = "outputs"  # (public sample, class, …) Mean or maximum of the outputs of all teachers.
 EACH = "each"  # (teacher, public sample, class, …) Output of every teacher.
-MAX_OUTPUT_BATCH = 1000  # Public samples that a net sees at once, at most.
-MAX_OUTPUT_BYTES = 1 << 30  # Activations of the whole model for these samples, at most.
+MAX_OUTPUT_BATCH = 1000  # Most public samples in a batch.
+MAX_OUTPUT_BYTES = 1 << 30  # Most bytes of the whole model's activations for a batch.
 
 
 def output_batch(world: World) -> int:
-    """Return how many public samples a net of the server sees at once.
+    """Return the batch size with which nets of the server run on public samples.
 
-    Norms without statistics use those of such a batch. The number is the same for all nets of a family.
+    Norms without stored statistics use those of such a batch. The size is the same for all nets of
+    a family.
     """
     family = world.family
     nets = family.variants if family.layout.nets else (family.variant,)
@@ -38,7 +39,7 @@ def output_batch(world: World) -> int:
 def net_outputs(
     world: World, member: Member, state: Weights, mode: Pass, samples: Tensor
 ) -> Tensor:
-    """Return a net's outputs (sample, class, …) on samples, without gradients and in the precision of the run.
+    """Return a net's outputs (sample, class, …), without gradients, in the run's precision.
 
     Args:
         world: Precision and type of weights.
@@ -48,21 +49,21 @@ def net_outputs(
         samples: (sample, …) Inputs as the model sees them.
     """
     with torch.no_grad(), computing(world.precision, samples.device):
-        # Copies, because a net may begin with an operation in place.
+        # Batches are copied, because a net may change its input in-place.
         parts = [
-            member.net(state, some.clone(), mode)[0]
-            for some in batched(samples, output_batch(world))
+            member.net(state, batch.clone(), mode)[0]
+            for batch in batched(samples, output_batch(world))
         ]
         return torch.cat([part.movedim(member.class_dim, 1) for part in parts]).to(world.dtype)
 
 
 @dataclass
 class Teachers:
-    """A fold of the weights that also runs every net that came back on the public samples.
+    """A fold of weights that also runs every uploaded net on the public samples.
 
     Outputs are summed as updates arrive, so that memory does not grow with the cohort. With `each`,
-    the outputs of every net are kept, which takes as much memory as there are nets. Positions of a
-    net that a link lost, and rows of classes that a client does not send, are the server's.
+    the outputs of every net are kept, and memory grows with the number of nets. Positions that a
+    link lost, and rows of classes that a client does not send, have the server's values.
 
     `Merged.outputs` has the result: `outputs`, the mean or maximum over all nets, or `each`.
     """
@@ -70,16 +71,12 @@ class Teachers:
     weights: Fold  # Fold of the weights
     world: World
     server: Server  # State that the clients started from
-    statistics: Literal["stored", "batch"] = (
-        "batch"  # What norms use: tracked statistics, or those of a batch
-    )
+    # Statistics that norms use: tracked ones, or those of a batch
+    statistics: Literal["stored", "batch"] = "batch"
     each: bool = False  # Keep the outputs of every net
-    combined: Combined = (
-        "mean"  # How outputs of all nets become one; maximum: the largest at every position
-    )
-    variant: str | None = (
-        None  # Variant of the nets that came back which runs; None: the net that clients trained
-    )
+    combined: Combined = "mean"  # Mean of all nets' outputs, or the elementwise maximum
+    # Variant of the uploaded nets that is run. None: the variant that clients trained
+    variant: str | None = None
     _sum: Tensor | None = None
     _count: int = 0
     _outputs: list[Tensor] = field(default_factory=list)
@@ -112,7 +109,7 @@ class Teachers:
         return merged._replace(outputs=outputs, macs=self._macs)
 
     def _ask(self, update: Update) -> None:
-        """Run a net that came back on the public samples. A net that got lost says nothing."""
+        """Run an uploaded net on the public samples. A net that got lost is skipped."""
         public = self.world.public
         if not update.sent or public is None:
             return
@@ -121,8 +118,10 @@ class Teachers:
         if self.variant is not None:
             member = member.at(self.variant)
         names = [name for name in member.names if submodel.scope + name in self.server.weights]
-        own = cutter.gather(self.server.weights, submodel, names)
-        state = cutter.overlay(own, submodel.held, payload.weights, payload.submodel.held)
+        server_weights = cutter.gather(self.server.weights, submodel, names)
+        state = cutter.overlay(
+            server_weights, submodel.held, payload.weights, payload.submodel.held
+        )
         mode = Pass(train=False, statistics=self.statistics)
         outputs = net_outputs(
             self.world, member, state, mode, public.to(next(iter(state.values())).device)
@@ -135,7 +134,7 @@ class Teachers:
         self._count += 1
 
     def _combine(self, outputs: Tensor) -> None:
-        """Add outputs to those of the nets before, or take the larger ones."""
+        """Add outputs to the sum, or update the elementwise maximum."""
         if self._sum is None:
             self._sum = outputs
         elif self.combined == "mean":

@@ -17,21 +17,21 @@ from typing import Any, Protocol
 
 import torch
 
-from fedquilt.config import Experiment, Ground, SearchTerms, read_settings
+from fedquilt.config.settings import write as plain_settings
 from fedquilt.errors import ConfigError, DivergenceError, RecordError
-from fedquilt.experiment import Run
-from fedquilt.files import write_text
-from fedquilt.loop import complete
-from fedquilt.records import Folder, holds_a_run, read, read_summary, summary_text
 from fedquilt.round import Record
+from fedquilt.round.evaluate import grade
 from fedquilt.round.labels import labels_by_share
-from fedquilt.round.serve import grade
-from fedquilt.roundlog import gaps, rounds_text
-from fedquilt.settings import write as plain_settings
+from fedquilt.runs.experiment import Experiment, Ground, SearchTerms, read_settings
+from fedquilt.runs.folder import Folder, holds_a_run, read, read_summary, summary_text
+from fedquilt.runs.loop import complete
+from fedquilt.runs.round_log import gaps, rounds_text
+from fedquilt.runs.run import Run
+from fedquilt.runs.trust import remember_code
+from fedquilt.storage.files import write_text
 from fedquilt.studies.measures import MEASURES, TRAINING
 from fedquilt.studies.plan import PlannedRun
 from fedquilt.studies.result import Result
-from fedquilt.trust import remember_code
 
 _log = logging.getLogger("fedquilt")
 
@@ -86,8 +86,8 @@ class Grounds:
 
     def of(self, experiment: Experiment) -> Ground:
         """Return the ground of an experiment. One is kept at a time, because data may be large."""
-        for other, ground in self._last:
-            if _same_ground(experiment, other):
+        for last_experiment, ground in self._last:
+            if _same_ground(experiment, last_experiment):
                 return ground
         self._last = []  # Free the old data before the new data is loaded.
         ground = experiment.ground()
@@ -121,7 +121,7 @@ def execute(
     watch: Watch | None = None,
     grounds: Grounds | None = None,
 ) -> list[Result]:
-    """Run what is not finished yet, and return the results in the order of the runs.
+    """Execute all runs that are not finished yet, and return the results in the order of the runs.
 
     Args:
         runs: Planned runs.
@@ -166,7 +166,8 @@ def finished(planned: PlannedRun, path: Path) -> Result | None:
         return None
     if planned.measure == TRAINING and not ("metrics" in summary or "accuracy" in summary):
         raise RecordError(
-            f"{path / 'summary.json'} is damaged: it has no metrics. Delete it to finish the run again."
+            f"{path / 'summary.json'} is damaged: it has no metrics. Delete it to finish the run "
+            "again."
         )
     is_short = summary.get("rounds", 0) < planned.rounds
     if is_short and "diverged" not in summary:
@@ -185,7 +186,8 @@ def _all_records(path: Path, summary: Mapping[str, Any]) -> list[Record]:
     last = records[-1].round if records else 0
     if last < summary.get("rounds", 0):
         raise RecordError(
-            f"{path / 'rounds.jsonl'} is damaged: its last round is {last}, and that of summary.json "
+            f"{path / 'rounds.jsonl'} is damaged: its last round is {last}, and that of "
+            "summary.json "
             f"{summary['rounds']}. {remedy}"
         )
     if missing := gaps(records, last):
@@ -200,8 +202,8 @@ def _all_records(path: Path, summary: Mapping[str, Any]) -> list[Record]:
 def perform(planned: PlannedRun, path: Path | None, grounds: Grounds, watch: Watch) -> Result:
     """Train one run to its end, from its last checkpoint where there is one.
 
-    A run whose loss is no longer a number counts with the state before that round, and its
-    summary names the round as `diverged`.
+    If the loss is no longer a number, the state before that round counts, and the summary names the
+    round as `diverged`.
 
     Args:
         planned: The run.
@@ -221,7 +223,7 @@ def perform(planned: PlannedRun, path: Path | None, grounds: Grounds, watch: Wat
                 experiment.rounds,
                 folder=folder,
                 path=path,
-                trackers=experiment.tracking,
+                trackers=experiment.trackers,
                 settings=plain_settings(experiment),
                 watch=watch.begin(planned, Display.of(run, experiment.rounds)),
                 names=experiment.names,
@@ -262,7 +264,7 @@ def warnings_shown_once() -> Iterator[None]:
         shown.add(message)
         return is_first
 
-    logger = logging.getLogger("fedquilt.experiment")
+    logger = logging.getLogger("fedquilt.runs.run")
     logger.addFilter(is_new)
     try:
         yield
@@ -271,7 +273,7 @@ def warnings_shown_once() -> Iterator[None]:
 
 
 def _diverged(run: Run) -> dict[str, Any]:
-    """Return a summary's entries for a run that diverged: figures of its last state, and the round."""
+    """Return summary entries of a diverged run: figures of its last state, and the round."""
     grades = run.grades
     if not run.records or not run.records[-1].grades.main:
         grades = grade(run.federation, run.server, run.fleet, run.engine, run.evaluation)

@@ -16,7 +16,7 @@ def rows(results: Iterable[Result]) -> list[dict[str, Any]]:
     """Return one flat row for each entry, seed and share, with the figures of the last evaluation.
 
     Columns are `entry`, `seed`, `share`, every metric by its name, the run's totals (`rounds`,
-    `bytes_down`, `bytes_up`, `macs`, `seconds`) and what a device of the share holds
+    `bytes_down`, `bytes_up`, `macs`, `seconds`) and the size of a device of the share
     (`parameters`, `macs_per_sample`). None: the run has no such number.
     """
     runs = list(results)

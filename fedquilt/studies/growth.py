@@ -1,7 +1,7 @@
-"""Count what a growing model costs, without training it.
+"""Cost of a growing model, counted without training it.
 
-The plans, the learners and the link of a prepared run are asked, round by round, as the engines ask
-them. So the bytes and the multiply-adds are those that the records of the trained run have.
+The plans, learners and link of a prepared run are called round by round, as the engines call them.
+The bytes and multiply-adds are therefore those in the records of the trained run.
 """
 
 from __future__ import annotations
@@ -9,41 +9,43 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
-from fedquilt.clientwise import planned_jobs
 from fedquilt.engines.simulation import classes_held
 from fedquilt.errors import ConfigError
-from fedquilt.experiment import Run
 from fedquilt.methods.progfed import ProgFed, num_stages
-from fedquilt.round.client import receive, send, upload_of
-from fedquilt.round.engine import Spent
+from fedquilt.round.client import receive, untrained_upload
+from fedquilt.round.engine import Outcome, Spent
 from fedquilt.round.link import PERFECT
 from fedquilt.round.training.batches import itinerary
 from fedquilt.round.training.learner import Learner
-from fedquilt.round.training.state import Left
+from fedquilt.runs.per_client import planned_jobs
+from fedquilt.runs.run import Run
 from fedquilt.terms import WHOLE, Job, Payload, Submodel
 
 
 def growth(run: Run, rounds: int) -> dict[str, Any]:
-    """Return what a model that grows costs, and the part of it that growing saves.
+    """Return the cost of a model that grows, and the part of the cost that growing saves.
 
-    It is compared with the inner method of ProgFed, which trains the whole model in every round. Rounds
-    of warm-up that come on top of the others (`extra_warmup`) are rounds of the growing model alone.
+    It is compared with the inner method of ProgFed, which trains the whole model in every round.
+    Rounds of warm-up that come on top of the others (`extra_warmup`) count for the growing model
+    alone.
 
     Args:
         run: A prepared run of ProgFed.
         rounds: Number of rounds that are counted.
 
     Returns:
-        `bytes_down`, `bytes_up`, `macs`: sums over all rounds and clients, of the growing model.
-        `whole`: the same numbers of the whole model.
-        `saved`: 1 minus the ratio of the two, for `bytes` (both ways), `bytes_down`, `bytes_up` and `macs`.
-        `upload_ratio`: bytes up over the run's link, as a part of those of the whole model without a
-            codec, for the `whole` model and the `growing` one.
-        `blocks`, `heads`, `params`: parameters of E_s, of G_s and of the nets of all stages, by stage; of
-            the last one, which is the whole model, as `whole` too.
-        `first_share`: parameters of the first stage as a part of the whole model's.
+        `bytes_down`, `bytes_up`, `macs`: sums over all rounds and clients for the growing model.
+        `whole`: the same numbers for the whole model.
+        `saved`: 1 minus the ratio of the two, for `bytes` (both ways), `bytes_down`, `bytes_up` and
+        `macs`.
+        `upload_ratio`: bytes up over the run's link divided by those of the whole model without a
+        codec, for the `whole` model and the `growing` one.
+        `blocks`, `heads`, `params`: parameters of E_s, of G_s and of the nets of all stages, by
+        stage. The last stage is the whole model and is also listed as `whole`.
+        `first_share`: parameters of the first stage divided by those of the whole model.
 
     Raises:
         ConfigError: The method does not grow, or it sends state besides weights.
@@ -51,33 +53,39 @@ def growth(run: Run, rounds: int) -> dict[str, Any]:
     method = run.method
     if not isinstance(method, ProgFed):
         raise ConfigError(
-            f"the measure 'growth' was asked for with {type(method).__name__}; it is of ProgFed alone."
+            f"the measure 'growth' was asked for with {type(method).__name__}; it is of ProgFed "
+            "alone."
         )
     stages = num_stages(run.world.family)
     added = method.warm_rounds * (stages - 1) if method.extra_warmup else 0
-    grown = total_cost(run, rounds)
+    grown_cost = total_cost(run, rounds)
     inner = replace(run.federation, method=method.over)
-    whole = total_cost(replace(run, federation=inner), rounds - added)
-    plain = whole
+    whole_cost = total_cost(replace(run, federation=inner), rounds - added)
+    uncoded_cost = whole_cost
     if run.link.coder:
-        plain = total_cost(replace(run, federation=replace(inner, link=PERFECT)), rounds - added)
+        uncoded_cost = total_cost(
+            replace(run, federation=replace(inner, link=PERFECT)), rounds - added
+        )
 
     return {
-        **_named(grown),
-        "whole": _named(whole),
+        **_named(grown_cost),
+        "whole": _named(whole_cost),
         "saved": {
-            "bytes": 1 - (grown.down + grown.up) / (whole.down + whole.up),
-            "bytes_down": 1 - grown.down / whole.down,
-            "bytes_up": 1 - grown.up / whole.up,
-            "macs": 1 - grown.macs / whole.macs,
+            "bytes": 1 - (grown_cost.down + grown_cost.up) / (whole_cost.down + whole_cost.up),
+            "bytes_down": 1 - grown_cost.down / whole_cost.down,
+            "bytes_up": 1 - grown_cost.up / whole_cost.up,
+            "macs": 1 - grown_cost.macs / whole_cost.macs,
         },
-        "upload_ratio": {"whole": whole.up / plain.up, "growing": grown.up / plain.up},
+        "upload_ratio": {
+            "whole": whole_cost.up / uncoded_cost.up,
+            "growing": grown_cost.up / uncoded_cost.up,
+        },
         **_parameters(run, stages),
     }
 
 
 def total_cost(run: Run, rounds: int) -> Spent:
-    """Return the bytes and multiply-adds of a number of rounds, as the records of the trained run have them.
+    """Return the bytes and multiply-adds of some rounds, as the trained run would record them.
 
     Args:
         run: A prepared run, of any method whose clients send weights alone.
@@ -85,17 +93,22 @@ def total_cost(run: Run, rounds: int) -> Spent:
     """
     count = _Count(run)
     down = up = macs = 0
-    for job in planned_jobs(replace(run, server=replace(run.server, round=rounds))):
-        cost = count.of(job)
-        down += cost.down
-        up += cost.up
-        macs += cost.macs
-    copies = run.method.copies
+    clock, copies = run.link.clock, run.method.copies
+    jobs = planned_jobs(replace(run, server=replace(run.server, round=rounds)))
+    for _, cohort in groupby(jobs, key=lambda job: job.round):
+        outcome = Outcome()
+        for job in cohort:
+            outcome.charge(job.client.id, *count.of(job))
+        late = clock.late(outcome.costs, copies) if clock else {}
+        total = outcome.total
+        down += total.down
+        up += total.up - sum(outcome.costs[client].up for client in late)
+        macs += total.macs
     return Spent(down * copies, up * copies, macs)
 
 
 class _Count:
-    """The costs of jobs, each found once: most rounds repeat an earlier one."""
+    """Costs of jobs. Each is computed once, because most rounds repeat an earlier one."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -107,7 +120,8 @@ class _Count:
         learner = self.run.method.learner(job, self.run.world)
         if learner.state:
             raise ConfigError(
-                f"bytes and multiply-adds of {type(self.run.method).__name__} were to be counted, whose clients send "
+                f"bytes and multiply-adds of {type(self.run.method).__name__} were to be counted, "
+                "whose clients send "
                 "state besides weights; a method that sends weights alone would work."
             )
         if self.run.link.lossy:
@@ -121,10 +135,10 @@ class _Count:
     def _cost(self, job: Job, learner: Learner) -> Spent:
         run, client = self.run, job.client.id
         member = run.world.family.member(job.submodel)
-        wanted = learner.upload(member, job.submodel, classes_held(run.world, run.data, client))
-        key = job.submodel, wanted
+        uploaded = learner.upload(member, job.submodel, classes_held(run.world, run.data, client))
+        key = job.submodel, uploaded
         if key not in self.traffic:
-            self.traffic[key] = self._bytes(job, learner, wanted)
+            self.traffic[key] = self._bytes(job, learner, uploaded)
 
         sizes = [len(batch) for batch in itinerary(run.data.size(client), learner.local, key=0)]
         macs = learner.macs(member, sizes)
@@ -140,12 +154,7 @@ class _Count:
             job.submodel, family.cutter.gather(federation.initial, job.submodel, names)
         )
         start = receive(federation, job, learner, payload, None, federation.initial)
-        own = {name: start.state[name] for name in learner.sent(member)}
-        narrowed = family.cutter.narrow(own, job.submodel.held, wanted.held)
-        upload = upload_of(federation, job, learner, wanted, narrowed, Left())
-        return start.bytes, send(
-            federation, job, upload, start.known, None, federation.initial
-        ).bytes
+        return start.bytes, untrained_upload(federation, job, learner, wanted, start)
 
 
 def _named(cost: Spent) -> dict[str, int]:

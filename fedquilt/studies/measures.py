@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from fedquilt.axes import Positions
-from fedquilt.clientwise import clientwise, planned_jobs
 from fedquilt.errors import ConfigError
-from fedquilt.experiment import Run
 from fedquilt.family import Family
 from fedquilt.names import nearest
+from fedquilt.runs.per_client import per_client, planned_jobs
+from fedquilt.runs.run import Run
 from fedquilt.studies.growth import growth, total_cost
 from fedquilt.terms import Budget, Submodel
 
@@ -29,7 +29,7 @@ Measure = Callable[[Run, int], Mapping[str, Any]]
 
 
 def clients(run: Run, rounds: int) -> dict[str, Any]:
-    """Return what clients compute and send in a round, and the part that each domain has trained.
+    """Return the costs of clients in a round, and the part of the model that each domain trains.
 
     Args:
         run: A run that was prepared and not trained.
@@ -40,7 +40,7 @@ def clients(run: Run, rounds: int) -> dict[str, Any]:
         `params`: numbers that travel in a round, to a client and back, likewise.
         `trained`: the part of all parameters that clients of a domain have ever trained, by domain.
     """
-    report = clientwise(_after(run, rounds), evaluate=False)
+    report = per_client(_after(run, rounds), evaluate=False)
     spreads = {name: report.spread(name) for name in ("macs", "params")}
     costs = {
         name: {"mean": mean, "deviation": deviation} for name, (mean, deviation) in spreads.items()
@@ -49,9 +49,9 @@ def clients(run: Run, rounds: int) -> dict[str, Any]:
 
 
 def coverage(run: Run, rounds: int) -> dict[str, Any]:
-    """Count how often channels and entries of the last convolution are handed to a client that trains it.
+    """Count how often clients train each channel and entry of the last convolution.
 
-    An entry of a weight counts if both its channels are handed out.
+    An entry of a weight counts if the client has both its input and its output channel.
 
     Args:
         run: A run that was prepared and not trained.
@@ -59,7 +59,7 @@ def coverage(run: Run, rounds: int) -> dict[str, Any]:
 
     Returns:
         `weight`: name of the weight.
-        `channel`, `entry`: least count, and mean and deviation over channels or entries.
+        `channel`, `entry`: smallest count, and mean and deviation over channels or entries.
     """
     family = run.world.family
     weight = _last_convolution(family)
@@ -89,13 +89,14 @@ def sizes(run: Run, rounds: int) -> dict[str, Any]:
 
     Args:
         run: A run that was prepared and not trained.
-        rounds: Number of rounds after which the model is deployed. A model that grows is larger later.
+        rounds: Number of rounds after which the model is deployed. A model that grows is larger
+            later.
 
     Returns:
-        `params`, `macs`: of the model that is deployed, by share. The shares are those that the fleet
-            has and those that are evaluated besides.
-        `clients`: `params`, `macs` and `bytes` (float32) of what a client trains in the first round,
-            as means over all clients.
+        `params`, `macs`: sizes of the deployed model by share, for the shares of the fleet and
+        those that are evaluated besides.
+        `clients`: `params`, `macs` and `bytes` (float32) of what a client trains in the first
+        round, as means over all clients.
     """
     world, fleet = run.world, run.fleet
     shares = {budget.share for budget in fleet.kinds if budget.share is not None}
@@ -151,19 +152,21 @@ def limits(run: Run, rounds: int) -> dict[str, Any]:
         rounds: Has no effect, because limits do not change.
 
     Returns:
-        `limit`, `used`: limits and the nets that devices keep, as means over devices in multiply-adds per sample.
-        `utilisation`: `used` over `limit`.
+        `limit`, `used`: limits and the nets that devices keep, as means over devices in
+        multiply-adds per sample.
+        `utilisation`: `used` divided by `limit`.
         `common_utilisation`: the same if all devices had the largest net that fits every device.
         `nets`: number of different nets.
 
     Raises:
-        ConfigError: The method has no such account, or no device has a limit on multiply-adds.
+        ConfigError: The method does not report this, or no device has a limit on multiply-adds.
     """
     counts = run.fleet.counts
     account = run.method.account(counts, run.world)
     if "utilisation" not in account:
         raise ConfigError(
-            f"the measure 'limits' was asked for with {type(run.method).__name__}; it needs a method whose clients "
+            f"the measure 'limits' was asked for with {type(run.method).__name__}; it needs a "
+            "method whose clients "
             "keep nets of their own, such as RaFL, and limits on multiply-adds."
         )
     limited = {budget: count for budget, count in counts.items() if budget.macs}
@@ -202,8 +205,8 @@ def _after(run: Run, rounds: int) -> Run:
 
 
 def _last_convolution(family: Family) -> str:
-    whole = family.member(family.whole)
-    weights = [name for name in whole.trainable if len(family.layout.dims[name]) == 4]
+    full_model = family.member(family.whole)
+    weights = [name for name in full_model.trainable if len(family.layout.dims[name]) == 4]
     if not weights:
         raise ConfigError(
             "the measure 'coverage' was asked for; it counts channels of a convolution."
@@ -221,7 +224,7 @@ def _indicator(positions: Positions | None, size: int) -> Tensor:
 
 
 def _evenness(counts: Tensor) -> dict[str, float]:
-    """Return the least count, the mean, and the deviation of the population."""
+    """Return the smallest count, the mean, and the population standard deviation."""
     exact = counts.double()
     return {
         "least": int(counts.min()),

@@ -19,24 +19,27 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from fedquilt.config import Experiment, Settings, assign, overlay, parse_toml, resolved
 from fedquilt.errors import ConfigError, DataError, FedquiltError
-from fedquilt.files import why
 from fedquilt.names import nearest
+from fedquilt.runs.experiment import Experiment, Settings, assign, overlay, parse_toml, resolved
+from fedquilt.storage.files import why
 from fedquilt.studies.measures import TRAINING, measure_problems
 from fedquilt.studies.plan import at_point
 from fedquilt.studies.values import Value
 
 SMOKE = "smoke"  # Scale that needs no data
-SMOKE_NOTE = "Generated images and a few rounds: it shows that everything runs, and its numbers mean nothing."
+SMOKE_NOTE = (
+    "Generated images and a few rounds: it shows that everything runs, and its numbers "
+    "mean nothing."
+)
 FULL = "full"  # Scale of the paper, which every preset has
 DATA_VARIABLE = "FEDQUILT_DATA"  # Environment variable with the folder of data files
 DATA_FOLDER = "data"  # Folder of data files if the variable is not set
 
-_SUPERNET = ("model", "supernet")  # keys of the setting that names a supernet file
+_SUPERNET = ("model", "supernet")  # Keys of the setting that names a supernet file.
 _NUMBER = re.compile(r"[-−]?[\d,]*\.?\d+")
 
-# --- the parts of a preset --------------------------------------------------------------------------
+# --- the parts of a preset -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Scale:
     """Size of an experiment: settings that are laid over those of every row, and the seeds.
 
     Attributes:
-        note: One sentence on what differs from the paper.
+        note: One sentence on the differences from the paper.
         seeds: Random seeds. Empty: those of the preset.
         settings: Settings that are laid over every row.
         parts: Settings that are laid over the rows with a part, by the name of that part.
@@ -99,7 +102,7 @@ class Preset:
         title: Title in the paper, in one line.
         columns: Numbers of a run that the table has.
         rows: One experiment each.
-        scales: Scales by name. `full`, the paper's, is there even if the file does not name it.
+        scales: Scales by name. `full`, the paper's, exists even if the file does not name it.
         seeds: Random seeds of each row.
         data: Names of data sets. Each is a file NAME.npz in the data folder.
         notes: Differences from the paper, one sentence each.
@@ -130,7 +133,8 @@ class Preset:
         if name in self.scales:
             return self.scales[name]
         raise ConfigError(
-            f"the scale {name!r} of {self.name} was asked for; it has none of that name.{nearest(name, self.scales)}"
+            f"the scale {name!r} of {self.name} was asked for; it has none of that "
+            f"name.{nearest(name, self.scales)}"
         )
 
     def seeds_at(self, scale: str) -> tuple[int, ...]:
@@ -190,16 +194,22 @@ class Preset:
         return settings
 
 
-# --- finding and reading ----------------------------------------------------------------------------
+# --- finding and reading ------------------------------------------------------------------------
 
 
 def data_folder(folder: str | Path | None = None) -> Path:
-    """Return the folder of data files. None or "": that of FEDQUILT_DATA, or `data` if it is not set."""
+    """Return the folder of data files. None or empty: FEDQUILT_DATA, or `data` if it is not set."""
     return Path(folder or os.environ.get(DATA_VARIABLE) or DATA_FOLDER)
 
 
 def missing_data(name: str, folder: Path, preset: str) -> DataError:
-    """Return the error for a data set that a preset needs and that is not in the data folder."""
+    """Return the error for a data set that a preset needs and that is not in the data folder.
+
+    Args:
+        name: Name of the data set.
+        folder: Folder in which its file was looked for.
+        preset: Name of the table.
+    """
     from fedquilt.data.prepare import missing_message
 
     return DataError(
@@ -220,8 +230,10 @@ def missing_supernet(file: str, space: str, folder: Path, preset: str) -> DataEr
     arguments = [space or "SPACE", "--data", "public.npz", "--out", str(folder / file)]
     command = shlex.join(["fedquilt", "supernet", "train", *arguments])
     return DataError(
-        f"{preset} was asked for: the supernet {folder / file} is needed; there is no such file. `{command}` makes "
-        f"one from public images. --rows runs the rows that need none, and --data-folder or {DATA_VARIABLE} names "
+        f"{preset} was asked for: the supernet {folder / file} is needed; there is no such file. "
+        f"`{command}` makes "
+        "one from public images. --rows runs the rows that need none, and --data-folder or "
+        f"{DATA_VARIABLE} names "
         "another folder."
     )
 
@@ -285,7 +297,8 @@ def tables_named(name: str) -> tuple[str, ...]:
     paper = name.partition("/")[0]
     listed = ", ".join(tables.get(paper, tables))
     raise ConfigError(
-        f"there is no paper, table or figure named {name!r}.{meant} Known: {listed}. `fedquilt list papers` shows all."
+        f"there is no paper, table or figure named {name!r}.{meant} Known: {listed}. `fedquilt "
+        "list papers` shows all."
     )
 
 
@@ -310,12 +323,15 @@ def _files() -> dict[str, Traversable]:
 
 
 def paper_number(text: str) -> float | None:
-    """Return the number with which a paper's text begins, 69.44 for "69.44 ± 1.50". None: there is none."""
+    """Return the number at the beginning of a paper's text: 69.44 for "69.44 ± 1.50".
+
+    None: the text does not begin with a number.
+    """
     match = _NUMBER.match(text)
     return float(match[0].replace(",", "").replace("−", "-")) if match else None
 
 
-# --- checking ---------------------------------------------------------------------------------------
+# --- checking -----------------------------------------------------------------------------------
 
 
 def _problems(preset: Preset) -> Iterator[str]:
@@ -357,10 +373,14 @@ def _problems_of_shape(preset: Preset) -> Iterator[str]:
     for name, scale in preset.scales.items():
         for part in scale.parts:
             if part not in preset.parts:
-                yield f"scales.{name}.parts: there is no part {part!r}.{nearest(part, preset.parts)}"
+                yield (
+                    f"scales.{name}.parts: there is no part {part!r}.{nearest(part, preset.parts)}"
+                )
         for path in scale.grid:
             if path not in preset.grid:
-                yield f"scales.{name}.grid: {path!r} is not in the grid.{nearest(path, preset.grid)}"
+                yield (
+                    f"scales.{name}.grid: {path!r} is not in the grid.{nearest(path, preset.grid)}"
+                )
     for position, settings in _all_settings(preset):
         if "seed" in settings:
             yield f"{position}.seed: settings of a preset have no seed; name it in `seeds`."
@@ -384,12 +404,16 @@ def _problems_of_row(preset: Preset, row: Row, position: str) -> Iterator[str]:
             yield f"{position}.parts: there is no part {part!r}.{nearest(part, preset.parts)}"
     if len(row.paper) != len(preset.columns):
         yield (
-            f"{position}.paper: {len(row.paper)} texts were found for {len(preset.columns)} columns; "
+            f"{position}.paper: {len(row.paper)} texts were found for {len(preset.columns)} "
+            "columns; "
             'one for each is needed, "" where the paper has no number.'
         )
     for text in row.paper:
         if text and paper_number(text) is None:
-            yield f'{position}.paper: {text!r} was found; a number such as "69.44 ± 1.50", or "", would fit.'
+            yield (
+                f'{position}.paper: {text!r} was found; a number such as "69.44 ± 1.50", or "", '
+                "would fit."
+            )
 
 
 def _problems_of_settings(preset: Preset) -> Iterator[str]:
@@ -406,12 +430,21 @@ def _problems_of_settings(preset: Preset) -> Iterator[str]:
 def _problems_of_experiment(preset: Preset, settings: Settings, scale: str) -> Iterator[str]:
     for _, file in _data_files(settings):
         if file.removesuffix(".npz") not in preset.data:
-            yield f"the data file {file!r} is not in `data`.{nearest(file.removesuffix('.npz'), preset.data)}"
+            yield (
+                f"the data file {file!r} is not in `data`."
+                f"{nearest(file.removesuffix('.npz'), preset.data)}"
+            )
         elif scale == SMOKE:
-            yield f"the data file {file!r} is needed; a smoke run needs no files, as data.name = 'generated'."
+            yield (
+                f"the data file {file!r} is needed; a smoke run needs no files, as "
+                "data.name = 'generated'."
+            )
     supernet = _supernet_file(settings)
     if supernet and scale == SMOKE:
-        yield f"the supernet file {supernet!r} is needed; a smoke run needs no files, as model.supernet = ''."
+        yield (
+            f"the supernet file {supernet!r} is needed; a smoke run needs no files, as "
+            "model.supernet = ''."
+        )
     checked = _without_files(settings)
     variants = [checked]
     tuning = preset.tuning_at(scale)

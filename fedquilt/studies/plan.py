@@ -1,4 +1,4 @@
-"""A study as values: which runs there are, in which folders, and what `study.toml` holds.
+"""Plan of a study: its runs, their folders, and the content of `study.toml`.
 
 DIR/
 ├── study.toml                     the request, written before the first run begins
@@ -13,8 +13,10 @@ DIR/
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import json
+import logging
 import math
 import re
 import shlex
@@ -24,22 +26,33 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fedquilt.config import Experiment, Settings, assign, assign_all, overlay, parse_path, read_toml
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
-from fedquilt.records import check_folder
+from fedquilt.runs.experiment import (
+    Experiment,
+    Settings,
+    assign,
+    assign_all,
+    overlay,
+    parse_path,
+    read_toml,
+)
+from fedquilt.runs.folder import check_folder
 from fedquilt.studies.measures import TRAINING, measure_problems
 from fedquilt.studies.statistics import check_alike
 
 MAX_RUNS = 1_000  # More runs than this are started only if they are confirmed.
 STUDY_FILE = "study.toml"
 COMPARISON_FILE = "compare.json"
+# Files in the folder of every study, beside the folders of its entries.
 _FILES = (
     STUDY_FILE,
     COMPARISON_FILE,
     "lock",
-)  # in the folder of every study, beside those of its entries
+)
 MAX_FOLDER_BYTES = 80
+_CHECK = "# checksum of all above: "  # Start of the last line of a study's file
+_log = logging.getLogger("fedquilt")
 Point = Mapping[str, Any]  # Values of a grid by the path of their setting.
 Stage = Literal["final", "tuning"]
 
@@ -153,9 +166,14 @@ class Plan:
         elif len(set(self.seeds)) < len(self.seeds):
             yield f"the seeds {' '.join(map(str, self.seeds))} repeat one; give each once."
         if not 0 < self.validation < 1:
-            yield f"validation = {self.validation} was given; a share of the training samples in (0, 1) fits."
+            yield (
+                f"validation = {self.validation} was given; a share of the training samples in "
+                "(0, 1) fits."
+            )
         if not 1 <= self.tuning_seeds <= len(self.seeds):
-            yield f"tuning with {self.tuning_seeds} seeds was asked for; there are {len(self.seeds)}."
+            yield (
+                f"tuning with {self.tuning_seeds} seeds was asked for; there are {len(self.seeds)}."
+            )
         yield from measure_problems(self.measure)
         if not isinstance(self.tuning, Mapping):
             yield f"tuning = {self.tuning!r} was given; a table of settings fits."
@@ -163,7 +181,10 @@ class Plan:
             if not isinstance(entry.settings, Mapping):
                 yield f"{entry.name}: {entry.settings!r} was given; a table of settings fits."
             elif type(_rounds(entry.settings)) is not int:
-                yield f"{entry.name}: rounds = {entry.settings['rounds']!r} was given; a whole number fits."
+                yield (
+                    f"{entry.name}: rounds = {entry.settings['rounds']!r} was given; a whole "
+                    "number fits."
+                )
             for path, values in entry.grid.items():
                 for problem in _problems_of_values(path, values):
                     yield f"{entry.name}: the grid over {path} {problem}"
@@ -173,13 +194,21 @@ class Plan:
         if not names:
             yield "it has no entries; name at least one method or file."
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
-            yield f"{name} is given {names.count(name)} times; give each entry once, or another name."
+            yield (
+                f"{name} is given {names.count(name)} times; give each entry once, or another name."
+            )
         folders = [entry.folder.casefold() for entry in self.entries]
         for entry in self.entries:
             if folders.count(entry.folder.casefold()) > 1 and names.count(entry.name) == 1:
-                yield f"the name {entry.name!r} gives the same folder as another one; give it another name."
+                yield (
+                    f"the name {entry.name!r} gives the same folder as another one; give it "
+                    "another name."
+                )
             if entry.folder.casefold() in _FILES:
-                yield f"the name {entry.name!r} is that of a file of every study; give it another name."
+                yield (
+                    f"the name {entry.name!r} is that of a file of every study; give it another "
+                    "name."
+                )
 
     @property
     def num_runs(self) -> int:
@@ -197,10 +226,11 @@ class Plan:
         """
         if self.num_runs > MAX_RUNS and not confirmed:
             raise ConfigError(
-                f"a study of {self.num_runs:,} runs was asked for; more than {MAX_RUNS:,} are started only with "
+                f"a study of {self.num_runs:,} runs was asked for; more than {MAX_RUNS:,} are "
+                "started only with "
                 "--yes (in Python: confirmed=True)."
             )
-        problems: dict[str, list[str]] = {}  # names of entries by their common problem
+        problems: dict[str, list[str]] = {}  # Names of entries by their common problem.
         for entry in self.entries:
             first_point = next(iter(entry.points), {})
             tuning = self._tuning_runs(entry)[: math.prod(map(len, entry.grid.values()))]
@@ -209,7 +239,7 @@ class Plan:
                     Experiment.of(run.settings)
                 except ConfigError as error:
                     problems.setdefault(str(error), []).append(entry.name)
-                    break  # The other points would say the same again.
+                    break  # The other points would repeat the problem.
         if problems:
             raise ConfigError(
                 "\n".join(f"{'; '.join(names)}: {problem}" for problem, names in problems.items())
@@ -276,16 +306,15 @@ class Plan:
         It is evaluated once, at the end, unless the settings ask for more.
         """
         data = settings.get("data", {})
-        if not (
-            isinstance(data, Mapping) and "validation" in data
-        ):  # 0: the data has a part of its own.
+        # A setting of 0 is kept, because it means that the data has a validation part of its own.
+        if not (isinstance(data, Mapping) and "validation" in data):
             assign(settings, ["data", "validation"], self.validation)
         evaluation = settings.get("evaluation", {})
         if not (isinstance(evaluation, Mapping) and "every" in evaluation):
             assign(settings, ["evaluation", "every"], 0)
         return assign(settings, ["evaluation", "on"], "validation")
 
-    # --- the file ----------------------------------------------------------------------------------------------
+    # --- the file --------------------------------------------------------------------------------
 
     def to_toml(self) -> str:
         """Return the text of `study.toml`, from which `Plan.read` makes an equal plan."""
@@ -307,24 +336,34 @@ class Plan:
             "tuning": self.tuning,
             "entries": entries,
         }
-        return tomli_w.dumps(plain)
+        text = tomli_w.dumps(plain)
+        return f"{text}\n{_CHECK}{_file_checksum(text)}\n"
 
     @staticmethod
     def read(folder: Path) -> Plan:
-        """Return the plan in a study's folder."""
+        """Return the plan in a study's folder. A warning is logged if the file is not as it was
+        written.
+        """
         file = folder / STUDY_FILE
         if not file.is_file():
             raise ConfigError(f"the study in {folder} was asked for; {_found_instead(folder)}")
         check_folder(folder)
         plain = read_toml(file)
+        text, _, check = file.read_text().partition(f"\n{_CHECK}")
+        if check and check.strip() != _file_checksum(text):
+            _log.warning(
+                "%s is not as it was written: it was edited, or it is damaged. What it says now "
+                "counts.",
+                file,
+            )
         try:
             entries = [
                 Entry(
-                    one["name"],
-                    one["settings"],
-                    {path: tuple(values) for path, values in one["grid"].items()},
+                    table["name"],
+                    table["settings"],
+                    {path: tuple(values) for path, values in table["grid"].items()},
                 )
-                for one in plain["entries"]
+                for table in plain["entries"]
             ]
             return Plan(
                 tuple(entries),
@@ -364,7 +403,8 @@ class Plan:
         if lines:
             listed = "\n  ".join(lines)
             raise ConfigError(
-                f"the folder {folder} was asked for; the study there has other settings:\n  {listed}\n"
+                f"the folder {folder} was asked for; the study there has other settings:\n  "
+                f"{listed}\n"
                 "  Ask for what it was, or name another folder."
             )
 
@@ -404,7 +444,7 @@ class Plan:
 
 
 def _found_instead(folder: Path) -> str:
-    """Return what there is in the place of a study, and what would work."""
+    """Return what is in the folder in place of a study, and what would work."""
     if folder.is_file():
         return "this is a file. Name the folder that --out named."
     if not folder.is_dir():
@@ -424,7 +464,8 @@ def runs_outside_a_study(folder: Path) -> str:
         return ""
     command = shlex.join(["fedquilt", "run", "--resume", str(folder / names[0])])
     return (
-        f" It has the runs {', '.join(names)}, which an earlier version or `fedquilt run` wrote. Continue each with "
+        f" It has the runs {', '.join(names)}, which an earlier version or `fedquilt run` wrote. "
+        "Continue each with "
         f"{command}, or name another folder for a study."
     )
 
@@ -469,7 +510,10 @@ def _point_name(point: Point) -> str:
 
 
 def _value_name(value: Any) -> str:
-    """Return a value as part of a folder's name. Values of one type that differ get different texts."""
+    """Return a value as part of a folder's name.
+
+    Different values of one type get different texts.
+    """
     text = str(value)
     plain = re.sub(r"[^\w.-]+", "_", text).strip("_")
     return (
@@ -479,7 +523,12 @@ def _value_name(value: Any) -> str:
     )
 
 
+def _file_checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _checksum(text: str) -> str:
+    """Return eight digits that tell long names of folders apart."""
     return f"{zlib.crc32(text.encode()):08x}"
 
 
@@ -488,14 +537,17 @@ def _last_key(path: str) -> str:
 
 
 def _problems_of_values(path: str, values: Sequence[Any]) -> Iterator[str]:
-    """Yield what is wrong with one path of a grid, as the end of a sentence."""
+    """Yield the problems of one path of a grid, each as the end of a sentence."""
     names = [_value_name(value).casefold() for value in values]
     if not parse_path(path):
-        yield "was asked for; write a path as in method.local.optimiser.lr."
+        yield "was asked for; write a path as in method.local.optimizer.lr."
     if parse_path(path) == ["seed"]:
         yield "was asked for; seeds are not tuned. Name them as the seeds of the study."
     if parse_path(path) in (["data"], ["data", "name"]) or parse_path(path)[:1] == ["task"]:
-        yield "was asked for; figures on other data or of another task cannot be compared. Make each one a study."
+        yield (
+            "was asked for; figures on other data or of another task cannot be compared. Make each "
+            "one a study."
+        )
     if not values:
         yield "has no values."
     elif len(set(names)) < len(names):
@@ -526,7 +578,8 @@ def _differences(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
     old_values = dict(_leaves("", old))
     nothing = "nothing"
     return [
-        f"{path} is {old_values.get(path, nothing)} there, {new_values.get(path, nothing)} was asked for"
+        f"{path} is {old_values.get(path, nothing)} there, {new_values.get(path, nothing)} was "
+        "asked for"
         for path in {**old_values, **new_values}
         if path != "seed" and new_values.get(path) != old_values.get(path)
     ]

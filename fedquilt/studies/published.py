@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from fedquilt.runs.summaries import NOTHING
 from fedquilt.studies.papers import FULL, Preset, paper_number
 from fedquilt.studies.result import Result
 from fedquilt.studies.statistics import Spread, by_entry, run_notes
 from fedquilt.studies.table import Table
 from fedquilt.studies.values import Value
-from fedquilt.summaries import NOTHING
 
 HEAD = ("row", "column", "paper", "measured", "difference")
 
@@ -53,9 +53,8 @@ def spread_of(results: Sequence[Result], value: Value) -> Spread | None:
         return Spread.of([number for number in numbers if not isinstance(number, Mapping)])
     mean = sum(table["mean"] for table in tables) / len(tables)
     deviation = sum(table["deviation"] for table in tables) / len(tables)
-    return Spread(
-        mean, deviation or None, len(tables)
-    )  # All clients alike have no deviation to show.
+    # A deviation of 0 means that all clients are equal. It is not shown.
+    return Spread(mean, deviation or None, len(tables))
 
 
 def spread_text(spread: Spread, value: Value) -> str:

@@ -9,8 +9,18 @@ from functools import cached_property
 from typing import Any
 
 from fedquilt.errors import ConfigError
-from fedquilt.milestones import check_target
 from fedquilt.names import nearest
+from fedquilt.runs.milestones import check_target
+from fedquilt.runs.summaries import (
+    NOTHING,
+    UNDER_ATTACK,
+    domains_of,
+    figure_text,
+    labels_of,
+    members_of,
+    share_label,
+    target_text,
+)
 from fedquilt.studies.frames import metric_names
 from fedquilt.studies.result import Result
 from fedquilt.studies.statistics import (
@@ -28,19 +38,9 @@ from fedquilt.studies.statistics import (
     values_by_seed,
 )
 from fedquilt.studies.table import Cell, Table
-from fedquilt.summaries import (
-    NOTHING,
-    UNDER_ATTACK,
-    domains_of,
-    figure_text,
-    labels_of,
-    members_of,
-    share_label,
-    target_text,
-)
 from fedquilt.units import amount, size
 
-Show = Callable[[float], str]  # formats a number
+Show = Callable[[float], str]  # Formats a number.
 
 
 def comparison(
@@ -54,8 +54,9 @@ def comparison(
     """Return the tables that compare the rows of a study.
 
     The first table has a row for each entry: a metric at every share as mean ± sample deviation
-    over seeds, and what it cost. Then come the cost to a target, the widest share's metric by domain
-    where there are domains, the cost to percentages of a baseline's best figure, and the sizes of devices.
+    over seeds, and what it cost. Then come the cost to a target, the widest share's metric by
+    domain where there are domains, the cost to percentages of a baseline's best figure, and the
+    sizes of devices.
 
     Args:
         results: Runs of all rows.
@@ -66,7 +67,7 @@ def comparison(
         baseline: Row whose best main figure the cost tables refer to. Empty: no cost tables.
 
     Raises:
-        ConfigError: There are no runs, they cannot be compared, nobody recorded the metric, or no
+        ConfigError: There are no runs, they cannot be compared, no run recorded the metric, or no
             row has the baseline's name.
     """
     compared = _Comparison.of(results, seeds, metric, target, baseline)
@@ -87,25 +88,32 @@ def to_json(
     target: float | None = None,
     baseline: str = "",
 ) -> dict[str, Any]:
-    """Return the numbers of a comparison as plain values. Arguments are those of `comparison`.
+    """Return the numbers of a comparison as plain values.
 
     `entries` has for each row the metric by share (mean, deviation, count and values by seed), the
-    costs, and seeds that are missing or diverged. `verdicts` has the marked row by share, or null,
-    and the reason.
+    costs, and seeds that are missing or diverged. `verdicts` has for each share the marked row, or
+    null, and the reason.
+
+    Args:
+        results: Runs of all rows.
+        seeds: Seeds that were planned. Empty: all seeds that any row has.
+        metric: Name of the metric. Empty: the main one.
+        target: Value of the metric for which costs are included. None: no such costs.
+        baseline: Row whose best main figure the costs refer to. Empty: no such costs.
     """
     return _Comparison.of(results, seeds, metric, target, baseline).plain()
 
 
-# --- a comparison ---------------------------------------------------------------------------------
+# --- a comparison -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Rows that can be compared, and what was asked for. Arguments are those of `comparison`."""
+    """Rows that can be compared, and the request. Arguments are those of `comparison`."""
 
     rows: Mapping[str, Sequence[Result]]
     seeds: tuple[int, ...]
-    metric: str  # name of the metric, never empty
+    metric: str  # Name of the metric, never empty.
     target: float | None
     baseline: str
 
@@ -117,7 +125,15 @@ class _Comparison:
         target: float | None,
         baseline: str,
     ) -> _Comparison:
-        """Check the runs and the request."""
+        """Check the runs and the request, and return the comparison.
+
+        Args:
+            results: Runs of all rows.
+            seeds: Seeds that were planned. Empty: all seeds that any row has.
+            metric: Name of the metric. Empty: the main one.
+            target: Value of the metric for which costs are shown. None: none are.
+            baseline: Row whose best main figure the cost tables refer to. Empty: no cost tables.
+        """
         runs = list(results)
         _check_comparable(runs)
         name = metric or runs[0].main
@@ -177,7 +193,10 @@ class _Comparison:
 
     @cached_property
     def baseline_costs(self) -> dict[str, dict[float, Cost]]:
-        """Return the cost by row and then by percentage; empty without a baseline that was evaluated."""
+        """Return the cost by row and then by percentage.
+
+        Empty: there is no baseline, or it was never evaluated.
+        """
         return cost_to_percentages(self.runs, self.baseline) if self._has_baseline else {}
 
     @cached_property
@@ -195,7 +214,7 @@ class _Comparison:
         """
         return _spread(values_by_seed(self.rows[name], share, metric).values())
 
-    # --- tables -----------------------------------------------------------------------------------
+    # --- tables ----------------------------------------------------------------------------------
 
     def main_table(self) -> Table:
         """Return the metric at every share, and the costs."""
@@ -246,6 +265,8 @@ class _Comparison:
                 lambda result: result.summary.get("link_seconds"),
                 "{:,.1f} s".format,
             )
+        if any("late" in result.summary for result in self.runs):
+            totals["late"] = (lambda result: result.summary.get("late"), _count)
         return totals
 
     def _title(self) -> str:
@@ -269,7 +290,7 @@ class _Comparison:
         return columns
 
     def target_tables(self) -> list[Table]:
-        """Return what each share of each row took to reach the target, if there is one.
+        """Return the cost of reaching the target for each row and share, if there is a target.
 
         It is a table of its own, because columns for every share would make the first one too wide.
         """
@@ -298,7 +319,8 @@ class _Comparison:
         notes = self._verdict_notes()
         if self.baseline and not self._has_baseline:
             notes.append(
-                f"The baseline {self.baseline} has no evaluated round, so that nothing can be compared with its best."
+                f"The baseline {self.baseline} has no evaluated round, so that nothing can be "
+                "compared with its best."
             )
         for name, runs in self.rows.items():
             notes += run_notes(name, runs, self.seeds)
@@ -308,7 +330,7 @@ class _Comparison:
         return notes
 
     def _verdict_notes(self) -> list[str]:
-        """Return what was marked at each share or why nothing was, a note for each reason."""
+        """Return notes on the rows that are marked at each share, one note for each reason."""
         by_reason: dict[str, list[str]] = {}
         for share, verdict in self.verdicts.items():
             outcome = "nothing is marked"
@@ -326,7 +348,7 @@ class _Comparison:
 
     def domain_tables(self) -> list[Table]:
         """Return the widest share's metric by domain, if there are domains."""
-        if self.metric in UNDER_ATTACK:  # what follows a slash there is a robustness
+        if self.metric in UNDER_ATTACK:  # The part behind a slash is a robustness there.
             return []
         domains = dict.fromkeys(
             domain for result in self.runs for domain in domains_of(result.summary, self.metric)
@@ -380,24 +402,24 @@ class _Comparison:
         return tables
 
     def size_tables(self) -> list[Table]:
-        """Return the sizes of devices, once for all rows that have the same."""
-        alike: dict[str, list[str]] = {}  # rows by their members
+        """Return the sizes of devices, with one table for all rows that have the same sizes."""
+        rows_by_members: dict[str, list[str]] = {}  # Names of rows by their members.
         for name, runs in self.rows.items():
             if members_of(runs[0].summary):
-                alike.setdefault(json.dumps(members_of(runs[0].summary)), []).append(name)
+                rows_by_members.setdefault(json.dumps(members_of(runs[0].summary)), []).append(name)
         tables: list[Table] = []
-        for names in alike.values():
+        for names in rows_by_members.values():
             members = members_of(self.rows[names[0]][0].summary)
             columns = list(next(iter(members.values())))
             rows = [
                 [share, *(f"{member[column]:,}" for column in columns)]
                 for share, member in members.items()
             ]
-            title = "sizes" if len(alike) == 1 else f"sizes ({', '.join(names)})"
+            title = "sizes" if len(rows_by_members) == 1 else f"sizes ({', '.join(names)})"
             tables.append(Table(title, ["share", *columns], rows))
         return tables
 
-    # --- plain values -----------------------------------------------------------------------------
+    # --- plain values ----------------------------------------------------------------------------
 
     def plain(self) -> dict[str, Any]:
         """Return all numbers as values that JSON has."""
@@ -429,6 +451,7 @@ class _Comparison:
         domains = dict.fromkeys(
             domain for result in runs for domain in domains_of(result.summary, self.metric)
         )
+        has_deadline = any("late" in result.summary for result in runs)
         entry = {
             "figures": self._plain_figures(runs, self.metric),
             "domains": {d: self._plain_figures(runs, f"{self.metric}/{d}") for d in domains},
@@ -436,6 +459,11 @@ class _Comparison:
             "bytes_up": _plain_spread({r.seed: r.summary.get("bytes_up") for r in runs}),
             "macs": _plain_spread({r.seed: r.macs for r in runs}),
             "seconds": _plain_spread({r.seed: r.summary.get("seconds") for r in runs}),
+            **(
+                {"late": _plain_spread({r.seed: r.summary.get("late") for r in runs})}
+                if has_deadline
+                else {}
+            ),
             "members": dict(runs[0].summary.get("members", {})),
             "missing_seeds": missing_seeds(runs, self.seeds),
             "diverged": {str(r.seed): r.diverged for r in runs if r.diverged is not None},
@@ -479,7 +507,7 @@ def _check_metric(runs: Sequence[Result], metric: str) -> None:
     )
 
 
-# --- numbers as text ------------------------------------------------------------------------------
+# --- numbers as text ----------------------------------------------------------------------------
 
 
 def _spread(values: Iterable[float]) -> Spread | None:

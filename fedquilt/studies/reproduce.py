@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fedquilt.config import assign_all
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
 from fedquilt.round import Record
+from fedquilt.runs.experiment import assign_all
 from fedquilt.studies.execute import Display, Watch
 from fedquilt.studies.papers import FULL, Preset, Row
 from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, PlannedRun
@@ -57,23 +57,24 @@ def plan_of(
 
 
 def chosen_rows(preset: Preset, texts: Sequence[str]) -> list[Row]:
-    """Return the rows whose name contains one of the texts, ignoring case. Without a text: all rows.
+    """Return the rows whose name contains one of the texts, ignoring case.
 
-    A text that is the whole name of a row means that row alone. Otherwise "FedAvg, LQ-8" could not
-    be run without "FedAvg, LQ-8 + SP-25".
+    Without a text all rows are returned. A text that is the complete name of a row selects that row
+    alone. Without this rule "FedAvg, LQ-8" could not be run without "FedAvg, LQ-8 + SP-25".
     """
     if not texts:
         return list(preset.rows)
     names = [row.name for row in preset.rows]
-    chosen: set[str] = set()
+    matching_names: set[str] = set()
     for text in texts:
         matches = _matches(names, text)
         if not matches:
             raise ConfigError(
-                f"the row {text!r} of {preset.name} was asked for; no row has it in its name.{nearest(text, names)}"
+                f"the row {text!r} of {preset.name} was asked for; no row has it in its "
+                f"name.{nearest(text, names)}"
             )
-        chosen.update(matches)
-    return [row for row in preset.rows if row.name in chosen]
+        matching_names.update(matches)
+    return [row for row in preset.rows if row.name in matching_names]
 
 
 def check_rows_in(preset: Preset, folder: Path) -> None:
@@ -86,29 +87,31 @@ def check_rows_in(preset: Preset, folder: Path) -> None:
     if not (folder / STUDY_FILE).is_file():
         return
     names = [row.name for row in preset.rows]
-    others = [entry.name for entry in Plan.read(folder).entries if entry.name not in names]
-    if others:
+    unknown_names = [entry.name for entry in Plan.read(folder).entries if entry.name not in names]
+    if unknown_names:
         raise ConfigError(
-            f"the folder {folder} was asked for; it has a study of {'; '.join(others)}, which {preset.name} does not "
+            f"the folder {folder} was asked for; it has a study of {'; '.join(unknown_names)}, "
+            f"which {preset.name} does not "
             "have as rows. Name another folder."
         )
 
 
 def _matches(names: Sequence[str], text: str) -> list[str]:
     """Return the name that equals a text, ignoring case, or else all names that contain it."""
-    wanted = text.casefold()
-    equal = [name for name in names if name.casefold() == wanted]
-    return equal or [name for name in names if wanted in name.casefold()]
+    folded = text.casefold()
+    equal = [name for name in names if name.casefold() == folded]
+    return equal or [name for name in names if folded in name.casefold()]
 
 
 @dataclass(frozen=True)
 class Storing:
     """A `Watch` that stores every final run as soon as it has ended.
 
-    A study of many hours may be stopped, or lose its machine, and what has ended is kept.
+    A study of many hours may be stopped, or lose its machine. Finished runs are then stored
+    already.
 
     Attributes:
-        watch: Watch that is told the same.
+        watch: Watch that receives the same calls.
         preset: Table that the study reproduces.
         scale: Name of the scale.
         study: Folder of the study.
@@ -146,6 +149,6 @@ class Storing:
 
 
 def _paper_and_table(name: str) -> tuple[str, str]:
-    """Return the paper and the table of a preset's name. For a user's file: its folder and its stem."""
+    """Return the paper and the table of a preset. For a user's file: its folder and its stem."""
     folder, _, table = name.removesuffix(".toml").rpartition("/")
     return stored_name(Path(folder).name) or "own", table

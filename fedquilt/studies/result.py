@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from fedquilt.round import Grades, Record
-from fedquilt.summaries import figures_of, in_percent, main_of, prefers_higher
+from fedquilt.runs.summaries import figures_of, in_percent, main_of, prefers_higher
 from fedquilt.tasks.metrics import kind_of
 
 

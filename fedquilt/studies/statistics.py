@@ -7,17 +7,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedquilt.errors import ConfigError
-from fedquilt.milestones import Milestone, milestones
 from fedquilt.names import nearest
+from fedquilt.runs.milestones import Milestone, milestones
+from fedquilt.runs.summaries import NOTHING
 from fedquilt.studies.result import Result
-from fedquilt.summaries import NOTHING
 
 # Percentages of a baseline's best figure for which tables have the cost.
 PERCENTAGES = (50.0, 60.0, 70.0, 80.0, 90.0, 98.0, 99.0, 99.5, 99.95, 100.0)
-MIN_SEEDS = 3  # common seeds that a paired comparison needs
+MIN_SEEDS = 3  # Smallest number of common seeds for a paired comparison.
 # Relative error allowed in a percentage of a figure: 0.8 · 0.9 is a little above 0.72 in floats.
 _ROUNDING = 1e-12
-_TIE = 1e-9  # relative difference of two means below which they are a tie
+_TIE = 1e-9  # Relative difference of two means below which they are a tie.
 
 BySeed = Mapping[int, float]
 
@@ -69,7 +69,7 @@ def _mean_or_none(numbers: Sequence[float]) -> float | None:
     return _mean(numbers) if numbers else None
 
 
-# --- paired comparison ----------------------------------------------------------------------------
+# --- paired comparison --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -165,11 +165,14 @@ def _compare(
             f"its standard error, {error}"
         )
         return Verdict(best, reason, difference)
-    reason = f"the mean paired difference of {best} to {runner_up}, {shown}, is within twice its standard error, {error}"
+    reason = (
+        f"the mean paired difference of {best} to {runner_up}, {shown}, is within twice its "
+        f"standard error, {error}"
+    )
     return Verdict(None, reason, difference)
 
 
-# --- rows of a study ------------------------------------------------------------------------------
+# --- rows of a study ----------------------------------------------------------------------------
 
 
 def by_entry(results: Iterable[Result]) -> dict[str, list[Result]]:
@@ -250,7 +253,8 @@ def run_notes(name: str, runs: Sequence[Result], planned: Iterable[int]) -> list
         notes.append(f"{name}: no run of {seeds_text(missing)}; the means are over the others.")
     diverged = [result for result in runs if result.diverged is not None]
     notes += [
-        f"{name}: the run of seed {result.seed} diverged in round {result.diverged}; its last figures count."
+        f"{name}: the run of seed {result.seed} diverged in round {result.diverged}; its last "
+        "figures count."
         for result in diverged
     ]
     return notes
@@ -262,7 +266,7 @@ def seeds_text(seeds: Sequence[int]) -> str:
     return f"{word} {', '.join(map(str, seeds))}"
 
 
-# --- cost to a target -----------------------------------------------------------------------------
+# --- cost to a target ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -293,7 +297,10 @@ class Cost:
 
     @property
     def link_seconds(self) -> float | None:
-        """Return the mean seconds over the link. None: it has no clock, or no run reached the target."""
+        """Return the mean seconds over the link.
+
+        None: the link has no clock, or no run reached the target.
+        """
         seconds = [milestone.link_seconds for milestone in self.reached]
         return _mean_or_none([value for value in seconds if value is not None])
 

@@ -1,7 +1,7 @@
 """Stored results: runs that pages report, small and without weights.
 
 results/PAPER/NAME-seed0/
-├── config.toml        every setting; `fedquilt run config.toml` repeats the run beside its data file
+├── config.toml        every setting; `fedquilt run config.toml` repeats the run if it has its data
 ├── rounds.jsonl.gz    one record per round; left out if nothing was trained
 └── summary.json       the last round, the best round, the command, the date and versions
 """
@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from fedquilt.errors import ConfigError, RecordError
-from fedquilt.files import why, write
-from fedquilt.records import read_summary
 from fedquilt.round import Record
+from fedquilt.runs.folder import read_summary
+from fedquilt.storage.files import why, write
 from fedquilt.studies.result import Result
 from fedquilt.version import __version__
 
-MAX_BYTES = 100_000  # of the files of one stored result
+MAX_BYTES = 100_000  # Limit on the size of all files of one stored result.
 _ROUNDS = "rounds.jsonl.gz"
 _SHORTENED = ("seconds", "loss")  # Numbers of a record that are stored with six digits.
 
@@ -62,7 +62,8 @@ def store(result: Result, run_folder: Path, target: Path, about: Mapping[str, An
     size = sum(map(len, files.values()))
     if size > MAX_BYTES:
         raise ConfigError(
-            f"{target} was to be written; it would take {size:,} bytes, and at most {MAX_BYTES:,} are stored. "
+            f"{target} was to be written; it would take {size:,} bytes, and at most {MAX_BYTES:,} "
+            "are stored. "
             "Evaluate less often."
         )
     try:
@@ -74,7 +75,7 @@ def store(result: Result, run_folder: Path, target: Path, about: Mapping[str, An
 
 
 def _portable(config: bytes) -> bytes:
-    """Return settings with the names of data and supernet files alone, because folders differ between machines."""
+    """Return settings with bare names of data and supernet files, because folders differ."""
     config = re.sub(rb'(?m)^(name = ")[^"\n]*/([^"/\n]+\.npz")$', rb"\1\2", config)
     return re.sub(rb'(?m)^(supernet = ")[^"\n]*/([^"/\n]+")$', rb"\1\2", config)
 

@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedquilt.config import Experiment, Settings, defaults, read_settings
+from fedquilt.config.settings import write as plain_settings
 from fedquilt.errors import ConfigError, RecordError, TrainingError
-from fedquilt.files import write_text
-from fedquilt.records import locked
-from fedquilt.settings import write as plain_settings
+from fedquilt.runs.experiment import Experiment, Settings, defaults, read_settings
+from fedquilt.runs.folder import locked
+from fedquilt.runs.summaries import figure_text
+from fedquilt.runs.trust import check_study_code, remember_code
+from fedquilt.storage.files import write_text
 from fedquilt.studies.execute import Grounds, Watch, execute, finished, warnings_shown_once
 from fedquilt.studies.frames import frame
 from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, PlannedRun, Point, runs_outside_a_study
 from fedquilt.studies.report import comparison, to_json
 from fedquilt.studies.result import Result
 from fedquilt.studies.table import Table
-from fedquilt.summaries import figure_text
-from fedquilt.trust import check_study_code, remember_code
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,11 +52,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Study:
-    """Runs of several entries and seeds, and how their settings were tuned.
+    """Runs of several entries and seeds, and the tuning of their settings.
 
     Attributes:
-        plan: What was asked for.
-        results: One result per final run that is there.
+        plan: Plan of the study.
+        results: One result per final run that is finished.
         chosen: Point of the grid by entry, for entries that have a grid.
         trials: Figures of all points by entry.
         path: Folder of the study. None: it was not written.
@@ -87,7 +87,13 @@ class Study:
     def to_json(
         self, metric: str = "", target: float | None = None, baseline: str = ""
     ) -> dict[str, Any]:
-        """Return all numbers of the tables as plain values. Arguments are those of `tables`."""
+        """Return all numbers of the tables as plain values.
+
+        Args:
+            metric: Name of a metric. Empty: the task's main one.
+            target: Value of the metric for which rounds and bytes are included. None: they are not.
+            baseline: Name of an entry, to whose best figure costs refer. Empty: no such costs.
+        """
         numbers = to_json(
             self.results, seeds=self.plan.seeds, metric=metric, target=target, baseline=baseline
         )
@@ -126,7 +132,8 @@ class Study:
                     ]
                 )
         note = (
-            f"Tuned on {100 * self.plan.validation:g} % of every client's training samples, which these runs "
+            f"Tuned on {100 * self.plan.validation:g} % of every client's training samples, which "
+            "these runs "
             "held back. The test set was not used."
         )
         return [Table("tuning", ["entry", "setting", f"validation {main}", "chosen"], rows, [note])]
@@ -141,16 +148,16 @@ class Study:
         }
         for run in plan.tuning_runs:
             runs[run.entry].append((run, finished(run, path / run.folder)))
-        chosen: dict[str, Point] = {}
+        points: dict[str, Point] = {}
         trials: dict[str, tuple[Trial, ...]] = {}
         for entry in plan.entries:
             tuning = [(run, result) for run, result in runs[entry.name] if result]
             if entry.grid and len(tuning) == len(runs[entry.name]):
-                chosen[entry.name], trials[entry.name] = _choose(entry, tuning)
-        untuned = {entry.name for entry in plan.entries if entry.grid and entry.name not in chosen}
-        final = [run for run in plan.final_runs(chosen) if run.entry not in untuned]
+                points[entry.name], trials[entry.name] = _choose(entry, tuning)
+        untuned = {entry.name for entry in plan.entries if entry.grid and entry.name not in points}
+        final = [run for run in plan.final_runs(points) if run.entry not in untuned]
         results = [finished(run, path / run.folder) for run in final]
-        return Study(plan, tuple(result for result in results if result), chosen, trials, path)
+        return Study(plan, tuple(result for result in results if result), points, trials, path)
 
 
 def run_plan(
@@ -164,7 +171,7 @@ def run_plan(
     """Run a study and return it. Runs that are in the folder are not repeated.
 
     Args:
-        plan: What is to be run.
+        plan: Plan of the study.
         folder: Folder of the study. None: nothing is kept.
         jobs: Number of runs at the same time, in processes of their own.
         watch: Receives the progress. None: nothing does.
@@ -186,30 +193,33 @@ def run_plan(
             workspace = Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="fedquilt-study-"))
             )
-        chosen, trials = _tuned(plan, workspace, jobs, watch)
-        results = execute(plan.final_runs(chosen), workspace, jobs, watch, grounds)
-    return Study(plan, tuple(results), chosen, trials, path)
+        points, trials = _tuned(plan, workspace, jobs, watch)
+        results = execute(plan.final_runs(points), workspace, jobs, watch, grounds)
+    return Study(plan, tuple(results), points, trials, path)
 
 
 def check_comparable(plan: Plan, folder: Path | None) -> None:
-    """Refuse entries with different data or tasks, also those that the study in a folder has already.
+    """Refuse entries with different data or tasks.
+
+    Entries of the study in the folder are included.
 
     Args:
-        plan: What is to be run.
+        plan: Plan of the study.
         folder: Folder of the study, which need not exist. None: nothing is kept.
     """
     plan.check_comparable()
     if folder is not None and (folder / STUDY_FILE).exists():
-        there = Plan.read(folder)
-        plan.check_extends(there, folder)
-        plan.extending(there).check_comparable()
+        stored = Plan.read(folder)
+        plan.check_extends(stored, folder)
+        plan.extending(stored).check_comparable()
 
 
 def _check_folder(plan: Plan, folder: Path) -> None:
     """Refuse a file, and a folder that holds a run or a study with other settings."""
     if folder.is_file():
         raise ConfigError(
-            f"the folder {folder} was asked for; a file is there. Name another folder for the study."
+            f"the folder {folder} was asked for; a file is there. Name another folder for the "
+            "study."
         )
     if (folder / STUDY_FILE).exists():
         plan.check_extends(Plan.read(folder), folder)
@@ -222,17 +232,18 @@ def _check_folder(plan: Plan, folder: Path) -> None:
 
 
 def _announce(plan: Plan, folder: Path) -> None:
-    """Write `study.toml` before the first run begins. Entries and seeds that it has already stay."""
+    """Write `study.toml` before the first run begins.
+
+    Entries and seeds that the file has already are kept.
+    """
     if (folder / STUDY_FILE).exists():
         stored = Plan.read(folder)
-        plan.check_extends(
-            stored, folder
-        )  # Another process may have written it before this one had the lock.
+        # Another process may have written the file before this one had the lock.
+        plan.check_extends(stored, folder)
         plan = plan.extending(stored)
     write_text(folder / STUDY_FILE, plan.to_toml())
-    remember_code(
-        entry.settings for entry in plan.entries
-    )  # Stored entries were compared when the study was opened.
+    # Code of stored entries was compared with the list when the study was opened.
+    remember_code(entry.settings for entry in plan.entries)
 
 
 def _tuned(
@@ -271,7 +282,8 @@ def _write_choice(entry: Entry, chosen: Point, trials: Sequence[Trial], folder: 
         earlier = _read_choice(file)
         if earlier != chosen:
             raise ConfigError(
-                f"{entry.name}: tuning chose {_point_text(chosen)}; the runs in {folder} have {_point_text(earlier)}. "
+                f"{entry.name}: tuning chose {_point_text(chosen)}; the runs in {folder} have "
+                f"{_point_text(earlier)}. "
                 "Name another folder for these settings."
             )
     tuned = {"chosen": chosen, "trials": [_plain_trial(trial) for trial in trials]}
@@ -280,10 +292,10 @@ def _write_choice(entry: Entry, chosen: Point, trials: Sequence[Trial], folder: 
 
 def _read_choice(file: Path) -> Point:
     try:
-        chosen: Point = json.loads(file.read_text())["chosen"]
+        point: Point = json.loads(file.read_text())["chosen"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise RecordError(f"{file} is damaged: {error}.") from error
-    return chosen
+    return point
 
 
 def _point_text(point: Point) -> str:
@@ -305,7 +317,8 @@ def _choose(
     candidates = [trial for trial in trials if not math.isnan(trial.mean)]
     if not candidates:
         raise TrainingError(
-            f"{entry.name}: every point of the grid over {', '.join(entry.grid)} diverged. Try smaller rates."
+            f"{entry.name}: every point of the grid over {', '.join(entry.grid)} diverged. Try "
+            "smaller rates."
         )
     sign = 1.0 if runs[0][1].higher_is_better else -1.0
     best = max(candidates, key=lambda trial: sign * trial.mean)
@@ -344,13 +357,13 @@ def study(
     """Run every entry with every seed, and return a `Study` with tables and a DataFrame.
 
     With `out` each run has a folder inside, and a call that was interrupted continues where it
-    stopped. Runs that are there are not repeated, so that entries and seeds can be added.
+    stopped. Finished runs are not repeated, so that entries and seeds can be added.
 
     Args:
         entries: Experiments, or settings as `config.toml` has them, by name. Or names of methods
             (with their defaults on the bundled digits) and TOML files.
         seeds: Random seeds. They replace the seed of an experiment.
-        grid: Values to try, by the path of a setting (`method.local.optimiser.lr`). The best point
+        grid: Values to try, by the path of a setting (`method.local.optimizer.lr`). The best point
             of each entry, on the validation part, is then run with all seeds. None: no tuning.
         validation: Share of every client's training samples that tuning runs hold back.
         tuning_seeds: Number of the seeds with which a grid is tuned.
@@ -359,14 +372,15 @@ def study(
         jobs: Number of runs at the same time, each in a process of its own.
         watch: Receives the progress. None: nothing does.
         confirmed: True: more than 1,000 runs are accepted.
-        trust: True: run code that the folder or a TOML file of a run names, and add it to the user's list of
-            trusted code. False: refuse code that is not in the list.
+        trust: True: run code that the folder or a TOML file of a run names, and add it to the
+            user's list of trusted code. False: refuse code that is not in the list.
 
     Example:
         >>> import fedquilt as fq
         >>> settings = {"data": "diabetes", "rounds": 1, "fleet": {"clients": 4}}
         >>> comparison = fq.study(
-        ...     {name: {**settings, "method": name} for name in ("fedavg", "heterofl")}, seeds=(0, 1)
+        ...     {name: {**settings, "method": name} for name in ("fedavg", "heterofl")},
+        ...     seeds=(0, 1),
         ... )
         >>> [(result.entry, result.seed) for result in comparison.results]
         [('fedavg', 0), ('heterofl', 0), ('fedavg', 1), ('heterofl', 1)]
@@ -378,12 +392,15 @@ def study(
         if isinstance(entries, Mapping)
         else {name: _settings_of(name, trust) for name in _names(entries)}
     )
-    values = {path: _listed(one, f"the values of {path}") for path, one in (grid or {}).items()}
+    values = {
+        path: _listed(choices, f"the values of {path}") for path, choices in (grid or {}).items()
+    }
     rows = []
     for name, entry in named.items():
         if not isinstance(entry, (Experiment, Mapping)):
             raise ConfigError(
-                f"study({{{name!r}: {entry!r}}}) was called; an Experiment or a table of settings fits."
+                f"study({{{name!r}: {entry!r}}}) was called; an Experiment or a table of settings "
+                "fits."
             )
         plain = plain_settings(entry) if isinstance(entry, Experiment) else dict(entry)
         rows.append(
@@ -397,7 +414,8 @@ def study(
 def _names(entries: Sequence[str]) -> Sequence[str]:
     if isinstance(entries, str):
         raise ConfigError(
-            f"study({entries!r}) was called; a list of names or a mapping fits: study([{entries!r}])."
+            f"study({entries!r}) was called; a list of names or a mapping fits: "
+            f"study([{entries!r}])."
         )
     names = _listed(entries, "the entries")
     for name in names:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
-from fedquilt.summaries import NOTHING
+from fedquilt.runs.summaries import NOTHING
 
 FORMATS = ("text", "markdown", "latex", "csv", "json")
 _BEST = " *"  # Mark behind the best cell in formats without bold type.
@@ -56,7 +56,7 @@ _LATEX = str.maketrans(
 
 @dataclass(frozen=True)
 class Cell:
-    """Text of one cell, and whether it is marked as the best of its column."""
+    """Text of one cell, and a flag that marks it as the best of its column."""
 
     text: str = NOTHING
     is_best: bool = False

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedquilt.errors import ConfigError
-from fedquilt.milestones import milestones
 from fedquilt.names import nearest
 from fedquilt.round import Grades
+from fedquilt.runs.milestones import milestones
 from fedquilt.studies.result import Result
 
 # The factor by which a number is multiplied, and the decimals that are shown.
@@ -40,10 +40,10 @@ UNITS = {
     "M": (1e-6, 2),
     "T": (1e-12, 1),
     "count": (1.0, 0),
-    "number": (1.0, 3),  # for errors and losses
-    "%2": (100.0, 2),  # percent with two decimals, for what is counted and not measured
+    "number": (1.0, 3),  # For errors and losses.
+    "%2": (100.0, 2),  # Percent with two decimals, for counts.
 }
-_MEAN = "mean"  # first key of a mean over all entries of a table
+_MEAN = "mean"  # First key of a mean over all entries of a table.
 _COSTS = {"rounds_to": "round", "bytes_to": "bytes", "seconds_to": "seconds"}
 
 
@@ -75,7 +75,8 @@ class Value:
             )
         if path[0] == "at" and (len(path) < 3 or not path[1].isdecimal()):
             raise ConfigError(
-                f"the value {text!r} was asked for; write 'at ROUND KEYS UNIT', as in 'at 500 accuracy 1.0 %'."
+                f"the value {text!r} was asked for; write 'at ROUND KEYS UNIT', as in 'at 500 "
+                "accuracy 1.0 %'."
             )
         return Value(tuple(path), unit)
 
@@ -86,7 +87,7 @@ class Value:
 
     @property
     def depends_on_round(self) -> bool:
-        """Return True if a run has the value only when it gets to some round or target."""
+        """Return True if a run has the value only if it reaches some round or target."""
         return self.path[0] in (*_COSTS, "at")
 
     def of(self, result: Result) -> float | Mapping[str, float] | None:
@@ -95,20 +96,20 @@ class Value:
         A cost over clients is a mapping with `mean` and `deviation`. None: the run has no such
         number.
         """
-        first, *rest = self.path
+        first, *keys = self.path
         if first in _COSTS:
-            target = float(rest[0])
-            share = str(float(rest[1]))
+            target = float(keys[0])
+            share = str(float(keys[1]))
             by_share = milestones(result.records, target, higher_is_better=result.higher_is_better)
             reached = by_share.get(share)
             return None if reached is None else getattr(reached, _COSTS[first])
         # Without records the summary may have its own `best`, as early stored results do.
         if first == "best" and result.best is not None:
             number, grades = result.best
-            return _number(_tables(grades) | {"round": number}, rest)
+            return _number(_tables(grades) | {"round": number}, keys)
         if first == "at":
-            records = [record for record in result.records if record.round == int(rest[0])]
-            return _number(_tables(records[0].grades), rest[1:]) if records else None
+            records = [record for record in result.records if record.round == int(keys[0])]
+            return _number(_tables(records[0].grades), keys[1:]) if records else None
         totals = {
             "gigabytes": _gigabytes(result),
             "gigabytes_per_round": _gigabytes_per_round(result),
@@ -145,7 +146,7 @@ def _gigabytes_per_round(result: Result) -> float | None:
 
 
 def _number(table: Any, path: Sequence[str]) -> float | Mapping[str, float] | None:
-    """Return what is at a path of keys; None if one of them is missing."""
+    """Return the value at a path of keys. None: one of the keys is missing."""
     if path and path[0] == _MEAN:
         return _mean(table, path[1:])
     for key in path:

@@ -35,7 +35,9 @@ MAX_ERROR_LINES = 50  # Last lines of a worker's standard error that are kept.
 
 
 def execute_in_processes(runs: Sequence[PlannedRun], folder: Path, jobs: int, watch: Watch) -> None:
-    """Run all in processes. After a failure no further run begins, and those under way are finished.
+    """Run all planned runs in processes.
+
+    After a failure no further run begins, and runs that are under way are finished.
 
     Args:
         runs: Planned runs, none of which is finished.
@@ -89,7 +91,8 @@ class _Workers:
                 encoding="utf-8",
                 errors="replace",
                 env=_environment(),
-                start_new_session=True,  # ctrl-C reaches the parent alone, which stops its workers in order.
+                # ctrl-C reaches the parent alone, which stops its workers in order.
+                start_new_session=True,
             )
             self._running.add(process)
         conversation = _Conversation(process, planned, self._watch)
@@ -116,10 +119,8 @@ class _Workers:
         for process in running:
             try:
                 process.wait(STOP_SECONDS)
-            except (
-                subprocess.TimeoutExpired,
-                KeyboardInterrupt,
-            ):  # ctrl-C again: do not wait any longer
+            # KeyboardInterrupt: ctrl-C was pressed again. Do not wait any longer.
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
                 process.kill()
 
 
@@ -134,7 +135,7 @@ def _environment() -> dict[str, str]:
 
 
 class _Conversation:
-    """Parent's side of a worker: sends the request, passes records on, and keeps its error."""
+    """Parent's side of a worker, which sends the request, passes records on and keeps errors."""
 
     def __init__(self, process: subprocess.Popen[str], planned: PlannedRun, watch: Watch) -> None:
         self._process = process
@@ -142,15 +143,15 @@ class _Conversation:
         self._watch = watch
         self._after: Callable[[Record], None] = lambda record: None
         self._error: dict[str, Any] | None = None
-        self._lines: deque[str] = deque(maxlen=MAX_ERROR_LINES)  # of standard error
-        self._printed: deque[str] = deque(
-            maxlen=MAX_ERROR_LINES
-        )  # apart, because two pipes have no common order
+        self._lines: deque[str] = deque(maxlen=MAX_ERROR_LINES)  # Of standard error.
+        # Output is kept apart from standard error, because two pipes have no common order.
+        self._printed: deque[str] = deque(maxlen=MAX_ERROR_LINES)
 
     def hold(self, request: str) -> None:
-        """Send the request, and read what the worker writes until it ends.
+        """Send the request, and read the output of the worker until it ends.
 
-        If a record cannot be passed on, standard input closes on the way out, which ends the worker.
+        If a record cannot be passed on, standard input closes on the way out, which ends the
+        worker.
         """
         process = self._process
         assert process.stdin is not None
@@ -159,13 +160,13 @@ class _Conversation:
         reader = threading.Thread(target=self._lines.extend, args=(process.stderr,), daemon=True)
         reader.start()
         try:
-            with suppress(BrokenPipeError):  # It ended at once; its status says so.
+            with suppress(BrokenPipeError):  # The worker has ended. Its status is checked later.
                 process.stdin.write(request + "\n")
                 process.stdin.flush()
             for line in process.stdout:
                 self._take(line)
         finally:
-            with suppress(BrokenPipeError):  # What could not be sent is still in the buffer.
+            with suppress(BrokenPipeError):  # The buffer holds unsent text.
                 process.stdin.close()
             process.stdout.close()
             process.wait()
@@ -177,9 +178,8 @@ class _Conversation:
             message = json.loads(line)
         except ValueError:
             message = None
-        if not isinstance(
-            message, dict
-        ):  # Something was printed before the worker could redirect it.
+        # Text may be printed before the worker redirects its output.
+        if not isinstance(message, dict):
             self._printed.append(line)
         elif "display" in message:
             self._after = self._watch.begin(self._planned, Display(**message["display"]))
@@ -189,7 +189,7 @@ class _Conversation:
             self._after(Record.from_dict(message["record"]))
 
     def check(self) -> None:
-        """Raise what went wrong in the worker, once it has ended."""
+        """Raise the error of a worker that has ended, if it had one."""
         status = self._process.returncode
         title = self._planned.title
         if self._error is not None:
@@ -201,7 +201,8 @@ class _Conversation:
         if status < 0:
             name = signal.Signals(-status).name
             raise TrainingError(
-                f"{title}: its process was ended by {name}. Too little memory is the usual reason; fewer jobs need "
+                f"{title}: its process was ended by {name}. Too little memory is the usual reason; "
+                "fewer jobs need "
                 "less. The same command again continues the study."
             )
         if status:
@@ -237,9 +238,8 @@ def main() -> int:
     """Run the planned run in the first line of standard input, and return the exit status."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # A user's module may print.
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # Stop as for ctrl-C: with a checkpoint.
+    # SIGTERM stops the process like ctrl-C, with a checkpoint.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     messenger = _Messenger(out)
     try:
         request = json.loads(sys.stdin.readline())

@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "hardswish": nn.Hardswish,
     "none": nn.Identity,
 }
-MAX_CACHED_BLOCKS = 65_536  # distinct block descriptions whose cost is kept
+MAX_CACHED_BLOCKS = 65_536  # Distinct block descriptions whose cost is cached.
 
 
 class MemberCost(NamedTuple):

@@ -1,4 +1,4 @@
-"""The contract of a search space, tried on random configurations."""
+"""Check of a search space: its rules are tested on random configurations."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def check_space(space: Space, num_samples: int = 20, seed: int = 0) -> None:
     """Check that members of a space can share the weights of its largest net.
 
     Args:
-        space: The space, for example one of your own.
-        num_samples: Random configurations to try besides the largest and the smallest.
+        space: Search space to check.
+        num_samples: Random configurations to test besides the largest and the smallest. 0: none.
         seed: Random seed of the configurations.
 
     Raises:
@@ -42,7 +42,7 @@ def _weights(space: Space, config: Config) -> dict[str, Tensor]:
 
 
 def _problems(space: Space, config: Config, largest: dict[str, Tensor]) -> list[str]:
-    """List what is wrong with one member."""
+    """Return the rules that one member breaks, as texts."""
     blocks = space.blocks(config)
     problems = []
     if list(blocks)[-1] != HEAD or blocks[HEAD].out_channels != space.num_classes:
@@ -50,14 +50,15 @@ def _problems(space: Space, config: Config, largest: dict[str, Tensor]) -> list[
     kernels = {f"{name}.{block.elastic_kernel}" for name, block in blocks.items()}
     member = _weights(space, config)
     for name, tensor in member.items():
-        whole = largest.get(name)
-        if whole is None:
+        largest_tensor = largest.get(name)
+        if largest_tensor is None:
             problems.append(f"{name} is in {config} but not in the largest net")
-        elif not _is_within(tensor.shape, whole.shape):
+        elif not _is_within(tensor.shape, largest_tensor.shape):
             problems.append(
-                f"{name} is {tuple(tensor.shape)} in {config}, {tuple(whole.shape)} in the largest",
+                f"{name} is {tuple(tensor.shape)} in {config}, {tuple(largest_tensor.shape)} in "
+                "the largest",
             )
-        elif name not in kernels and tensor.shape[2:] != whole.shape[2:]:
+        elif name not in kernels and tensor.shape[2:] != largest_tensor.shape[2:]:
             problems.append(
                 f"{name} changes its kernel in {config} but is no elastic_kernel of its block",
             )

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedquilt.generators import random_state
+from fedquilt.hardware.generators import random_state
 from fedquilt.supernet.blocks import BlockSpec
 from fedquilt.supernet.space import HEAD, Config, Space, nested
 
 ChannelKind = Literal["expansion", "width"]
-MAX_CACHED_SKELETONS = 4_096  # distinct blocks that are kept built without data
+MAX_CACHED_SKELETONS = 4_096  # Distinct blocks that are cached as modules without data.
 
 
 class Supernet(nn.Module):
-    """The shared weights of a space, which run as any of its members.
+    """The shared weights of a space, which can run as any of its members.
 
     `net` is the largest member, a plain module with the names that `fedquilt supernet show --names`
     prints. `transforms` are the learned matrices between kernel sizes.
@@ -103,9 +103,9 @@ class Supernet(nn.Module):
 
         Args:
             config: Configuration of the member.
-            num_classes: Classes that the member tells apart. None, or the number of the
-                pre-training task: the trained classifier is kept. Any other: it is drawn anew.
-            seed: Random seed of a classifier that is drawn anew.
+            num_classes: Number of classes of the member. None or the number of the pre-training
+                task keeps the trained classifier. Any other number draws a new one.
+            seed: Random seed of a new classifier.
         """
         config = self.space.canonical(config)
         space = self.space
@@ -140,7 +140,7 @@ class Supernet(nn.Module):
                 tensor.copy_(tensor.index_select(dim, order))
 
     def _kernel_ladders(self) -> dict[str, list[int]]:
-        """Return the kernels that each weight may have, largest first, where there is a choice."""
+        """Return the kernel sizes of each weight that has a choice, the largest first."""
         largest = self.space.largest
         choices = [choice for choice in self.space.choices if choice.kind == "kernels"]
         ladders: dict[str, set[int]] = {}
@@ -221,14 +221,16 @@ def recalibrate(
 
     Statistics are the plain mean over the batches. Weights do not change.
 
-    A batch of one tensor takes every n-th sample, because samples are often sorted: rotated images are, by their
-    rotation. Batches of one rotation would have variances that are too small, and members of a trained supernet then
-    lose some ten percent of accuracy (`test_batches_of_sorted_samples_are_mixed`).
+    A batch of one tensor takes every n-th sample, because samples are often sorted: rotated images
+    are, by their rotation. Batches of one rotation would have variances that are too small, and
+    members of a trained supernet then lose some ten percent of accuracy
+    (`test_batches_of_sorted_samples_are_mixed`).
 
     Args:
         member: A net with batch norms, for example from `Supernet.member`.
         samples: (sample, channel, height, width) Images, or batches of them.
-        batch_size: Samples per batch, at most, if `samples` is one tensor. A batch of one sample is left out.
+        batch_size: Samples per batch, at most, if `samples` is one tensor. A batch of one sample is
+            left out.
     """
     norms = [module for module in member.modules() if isinstance(module, nn.BatchNorm2d)]
     momenta = [norm.momentum for norm in norms]
@@ -254,12 +256,12 @@ def _mixed(samples: Tensor, batch_size: int) -> list[Tensor]:
     return [samples[first::count] for first in range(count)]
 
 
-# --- blocks without data ---
+# --- blocks without data ------------------------------------------------------------------------
 
 
 @lru_cache(MAX_CACHED_SKELETONS)
 def _skeleton(block: BlockSpec, training: bool) -> nn.Module:
-    """Build a block without data, to be run with other tensors in the place of its own.
+    """Build a block without data, which is run with tensors of the supernet.
 
     In training its norms have no running statistics, so that a sampled member changes no buffer.
     """
@@ -289,18 +291,18 @@ def _fresh_classifier(
     weights: Mapping[str, Tensor],
     seed: int,
 ) -> dict[str, Tensor]:
-    """Draw the output layer for the classes of `space`."""
+    """Draw new weights of the output layer for the classes of `space`."""
     head = space.blocks(config)[HEAD]
     classifier = next(layer for layer in head.layers if layer.writes == "class")
     name = f"{HEAD}.{classifier.name}"
-    like = weights[f"{name}.weight"]
+    trained_weight = weights[f"{name}.weight"]
     with random_state(seed):
         linear = nn.Linear(classifier.in_channels, classifier.out_channels)
-    linear = linear.to(like.device, like.dtype)
+    linear = linear.to(trained_weight.device, trained_weight.dtype)
     return {f"{name}.{key}": tensor for key, tensor in linear.state_dict().items()}
 
 
-# --- groups of channels ---
+# --- groups of channels -------------------------------------------------------------------------
 
 
 class _ChannelGroup:
@@ -312,7 +314,10 @@ class _ChannelGroup:
 
 
 def _channel_groups(blocks: Mapping[str, BlockSpec]) -> list[_ChannelGroup]:
-    """Find the channels of a net that are one, because a residual sum or a layer joins them."""
+    """Return groups of tensor axes that carry the same channels.
+
+    A residual sum or a layer connects the axes of a group.
+    """
     stream = _ChannelGroup(None)
     groups = [stream]
     for name, block in blocks.items():

@@ -1,4 +1,4 @@
-"""Inference time of members, predicted by a table of blocks that were timed one by one."""
+"""Inference time of members, predicted from a table of measured times of blocks."""
 
 from __future__ import annotations
 
@@ -20,30 +20,29 @@ from fedquilt.errors import ConfigError
 from fedquilt.supernet.blocks import BlockSpec
 from fedquilt.supernet.space import Config, Space
 
-FORMAT = 1  # version of the file
-MAX_CACHED_KEYS = 65_536  # distinct blocks whose name is kept
-WARM_UP = 2  # forward passes before a block is timed
-SAMPLED_CONFIGS = (
-    100  # random configurations in which blocks are looked for besides the regular ones
-)
+FORMAT = 1  # Version of the file format.
+MAX_CACHED_KEYS = 65_536  # Distinct blocks whose names are cached.
+WARM_UP = 2  # Forward passes before a block is timed.
+# Random configurations whose blocks are timed besides those of the regular configurations.
+SAMPLED_CONFIGS = 100
 
-Watch = Callable[[int, int], None]  # is called with the number of timed blocks and of all blocks
+Watch = Callable[[int, int], None]  # Gets the number of timed blocks and the number of all blocks.
 
 
 @dataclass(frozen=True)
 class LatencyTable:
-    """Milliseconds of blocks, measured on one machine, for one sample at a time.
+    """Times of blocks for one sample at a time, measured on one machine.
 
-    A member's time is the sum over its blocks. Work between blocks is not counted, and neither is the time that
-    caches save when blocks follow one another, so that it is a prediction and no measurement of the member.
+    The time of a member is predicted as the sum over its blocks. It includes neither work between
+    blocks nor the time that caches save when blocks follow one another.
     """
 
-    space: str  # name of the space whose blocks were timed
-    milliseconds: Mapping[str, float]  # by the description of the block
-    machine: str  # processor or GPU
-    device: str  # as torch names it
-    threads: int  # of torch
-    date: str  # of the measurement, as ISO 8601 in UTC
+    space: str  # Name of the space whose blocks were timed.
+    milliseconds: Mapping[str, float]  # Time of each block, by its description.
+    machine: str  # Name of the processor or GPU.
+    device: str  # Device as torch names it.
+    threads: int  # Number of threads that torch used.
+    date: str  # Date of the measurement, as ISO 8601 in UTC.
 
     def latency(self, space: Space, config: Config) -> float:
         """Return the milliseconds of one sample's inference: the sum over the member's blocks.
@@ -60,13 +59,14 @@ class LatencyTable:
             return sum(self.milliseconds[key(block)] for block in blocks)
         except KeyError as error:
             raise ConfigError(
-                f"the inference time of a member of {space.name} was asked for; the table of {self.space} has no "
+                f"the inference time of a member of {space.name} was asked for; the table of "
+                f"{self.space} has no "
                 f"block {error.args[0]}. Measure the space with the same image size and classes: "
                 f"fedquilt probe --space {space.name}."
             ) from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the table as values that JSON can hold."""
+        """Return the table as values that JSON can represent."""
         return {"format": FORMAT, "unit": "milliseconds", **asdict(self)}
 
     def save(self, path: str | Path) -> None:
@@ -80,21 +80,21 @@ class LatencyTable:
         Raises:
             ConfigError: The file cannot be read, or is no such table.
         """
-        asked = f"the table of blocks {str(path)!r} was asked for"
+        request = f"the table of blocks {str(path)!r} was asked for"
         try:
             content = json.loads(Path(path).read_text())
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ConfigError(f"{asked}; it cannot be read: {error}.") from error
+            raise ConfigError(f"{request}; it cannot be read: {error}.") from error
         expected = {"format", "unit", *LatencyTable.__dataclass_fields__}
         if (
             not isinstance(content, dict)
             or set(content) != expected
             or not _are_times(content["milliseconds"])
         ):
-            raise ConfigError(f"{asked}; it is no table that `fedquilt probe --space` wrote.")
+            raise ConfigError(f"{request}; it is no table that `fedquilt probe --space` wrote.")
         if content.pop("format") != FORMAT:
             raise ConfigError(
-                f"{asked}; it was written by another version. Measure the space again."
+                f"{request}; it was written by another version. Measure the space again."
             )
         content.pop("unit")
         return LatencyTable(**content)
@@ -108,16 +108,21 @@ def key(block: BlockSpec) -> str:
 
 def _are_times(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        isinstance(one, int | float) and one >= 0 for one in value.values()
+        isinstance(milliseconds, int | float) and milliseconds >= 0
+        for milliseconds in value.values()
     )
 
 
 def distinct_blocks(space: Space, seed: int = 0) -> list[BlockSpec]:
     """Return the different blocks of a space's members.
 
-    A block depends on its own choices and on the width of the stage before it. So configurations are looked at in
-    which all blocks take the same expansion and kernel and stages alternate between two widths, and some random ones
-    for spaces that are built in other ways.
+    A block depends on its own choices and on the width of the stage before it. In a regular
+    configuration all blocks have the same expansion and kernel, and stages alternate between two
+    widths. Random configurations are added for spaces that are built in other ways.
+
+    Args:
+        space: Search space.
+        seed: Random seed of the random configurations.
     """
     generator = torch.Generator().manual_seed(seed)
     configs = [*_regular(space), *(space.sample(generator) for _ in range(SAMPLED_CONFIGS))]
@@ -143,8 +148,8 @@ def _regular(space: Space) -> Iterable[Config]:
         values = []
         for choice in space.choices:
             last = len(choice.options) - 1
-            place = places[choice.kind][choice.stage % 2] if choice.kind in places else last
-            values.append(choice.options[min(place, last)])
+            position = places[choice.kind][choice.stage % 2] if choice.kind in places else last
+            values.append(choice.options[min(position, last)])
         yield space.unflat(values)
 
 
@@ -157,18 +162,20 @@ def measure_blocks(
         space: Space with the size of the images and the number of classes that members will have.
         device: Device as torch names it.
         seconds: Time for each block, besides the warm-up. The median of the passes counts.
-        watch: Is called after each block.
+        watch: Function that is called after each block. None: no calls.
     """
-    where = torch.device(device)
+    torch_device = torch.device(device)
     blocks = distinct_blocks(space)
     times: dict[str, float] = {}
     for count, block in enumerate(blocks, start=1):
-        times[key(block)] = _milliseconds(block, where, seconds)
+        times[key(block)] = _milliseconds(block, torch_device, seconds)
         if watch:
             watch(count, len(blocks))
-    is_cuda = where.type == "cuda"
+    is_cuda = torch_device.type == "cuda"
     machine = (
-        torch.cuda.get_device_name(where) if is_cuda else platform.processor() or platform.machine()
+        torch.cuda.get_device_name(torch_device)
+        if is_cuda
+        else platform.processor() or platform.machine()
     )
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return LatencyTable(space.name, times, machine, device, torch.get_num_threads(), date)

@@ -12,14 +12,13 @@ from fedquilt.checks import refuse
 from fedquilt.errors import BudgetError
 from fedquilt.terms import Budget
 
-MAX_LEVELS = (
-    1024  # distinct limits that the choice looks at; a fleet with more is thinned to quantiles
-)
+# Distinct limits among which the choice is made. A fleet with more is reduced to quantiles.
+MAX_LEVELS = 1024
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a device. A member is within them if it exceeds none of those that are given.
+    """Limits of a device. A member is within the limits if it exceeds none of those that are set.
 
     Args:
         macs: Multiply-adds of one sample's forward pass.
@@ -34,16 +33,17 @@ class Limits:
     milliseconds: float | None = None
 
     def __post_init__(self) -> None:
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        if not given:
+        bounds = {name: value for name, value in vars(self).items() if value is not None}
+        if not bounds:
             raise BudgetError(
-                "a search needs at least one of macs=, params=, memory=, milliseconds=; none was given."
+                "a search needs at least one of macs=, params=, memory=, milliseconds=; none was "
+                "given."
             )
         refuse(
             self,
             {
                 name: f"{value} was asked for; it must be above 0."
-                for name, value in given.items()
+                for name, value in bounds.items()
                 if not value > 0
             },
         )
@@ -53,18 +53,22 @@ class Limits:
         """Return a client's budget as limits.
 
         Args:
-            budget: Bounds on multiply-adds, parameters or training memory. Limits are returned as they are.
+            budget: Bounds on multiply-adds, parameters or training memory. Limits are returned as
+                they are.
             milliseconds: Bound on the inference time. None: there is none.
 
         Raises:
-            BudgetError: The budget has a share, which means nothing among nets that have no common axes.
+            BudgetError: The budget has a share, which means nothing among nets that have no common
+                axes.
         """
         if isinstance(budget, Limits):
             return budget
         if budget.share is not None:
             raise BudgetError(
-                f"a member of a supernet was asked for with the budget {budget}; members have no common axes of which "
-                "they could keep a share. Give macs, params or memory, for instance by the fleet `flop_limited`."
+                f"a member of a supernet was asked for with the budget {budget}; members have no "
+                "common axes of which "
+                "they could keep a share. Give macs, params or memory, for instance by the fleet "
+                "`flop_limited`."
             )
         return Limits(budget.macs, budget.params, budget.memory, milliseconds)
 
@@ -81,17 +85,17 @@ class Limits:
         return all(self.given.get(name, np.inf) <= value for name, value in other.given.items())
 
     def tightest(self, other: Limits) -> Limits:
-        """Return the limits that a member within both keeps."""
+        """Return the smaller of two limits for each cost."""
         names = [field.name for field in fields(self)]
         values = {
-            name: [one.given[name] for one in (self, other) if name in one.given] for name in names
+            name: [limits.given[name] for limits in (self, other) if name in limits.given]
+            for name in names
         }
-        return Limits(**{name: min(found) for name, found in values.items() if found})
+        return Limits(**{name: min(bounds) for name, bounds in values.items() if bounds})
 
 
-DeviceCounts = (
-    Mapping[Budget, int] | Mapping[Limits, int]
-)  # number of devices with each limits, as `Fleet.counts`
+# Number of devices with each budget or limits, such as `Fleet.counts`.
+DeviceCounts = Mapping[Budget, int] | Mapping[Limits, int]
 
 
 def limits_of(fleet: DeviceCounts) -> dict[Limits, int]:
@@ -120,13 +124,13 @@ def utilization(used: Sequence[float], limits: Sequence[float]) -> float:
 def choose_limits(
     counts: Mapping[Limits, int], capacity: Callable[[Limits], float], num_members: int
 ) -> tuple[Limits, ...]:
-    """Choose the limits for which members are searched, so that a fleet uses as much of its capacity as possible.
+    """Choose limits to search members for, so that a fleet uses as much capacity as possible.
 
-    A device can use the members that were searched for limits within its own. The limits that all devices keep
-    are always chosen, so that nobody is left without a member.
+    A device can use the members that were searched for limits within its own. The weakest limits
+    are always chosen, so that every device has a member.
 
-    If the limits can be ordered from weak to strong, as limits on multiply-adds alone can, the choice is optimal.
-    Else limits are added one by one, each time those that add most.
+    If the limits can be ordered from weak to strong, the choice is optimal. Limits on multiply-adds
+    alone can be ordered. Else limits are added greedily, each time those with the largest gain.
 
     Args:
         counts: Number of devices with each limits.
@@ -139,16 +143,18 @@ def choose_limits(
     sizes = [counts.get(limits, 0) for limits in ordered]
     values = [capacity(limits) for limits in ordered]
     if is_chain:
-        return tuple(ordered[place] for place in choose_levels(values, sizes, num_members))
+        return tuple(ordered[index] for index in choose_levels(values, sizes, num_members))
     return _choose_greedily(ordered, sizes, values, num_members, ordered.index(weakest))
 
 
 def choose_levels(values: Sequence[float], counts: Sequence[int], num_levels: int) -> list[int]:
-    """Choose levels such that the sum over devices of the highest level within a device's own is maximal.
+    """Choose levels with the largest total value.
 
-    Let V(k, i) be the best sum for the devices from level i on if k levels may be chosen and the first is i. Then
-    V(k, i) is the maximum over j > i of value_i · (number of devices in i … j − 1) + V(k − 1, j). The lowest
-    level is always chosen.
+    The value of a device is the highest chosen level that does not exceed its own level.
+
+    Let V(k, i) be the best sum for the devices from level i on if k levels may be chosen and the
+    first is i. Then V(k, i) is the maximum over j > i of value_i · (number of devices in i … j − 1)
+    + V(k − 1, j). The lowest level is always chosen.
 
     Args:
         values: Ascending levels.
@@ -156,33 +162,37 @@ def choose_levels(values: Sequence[float], counts: Sequence[int], num_levels: in
         num_levels: Number of levels to choose, at most.
 
     Returns:
-        Places of the chosen levels, in ascending order.
+        Indices of the chosen levels, in ascending order.
     """
     places = _thinned(counts)
-    level = np.asarray([values[place] for place in places], dtype=np.float64)
-    before = np.concatenate([[0], np.cumsum(counts)])[
-        [*places, len(counts)]
-    ]  # devices below each level, then all
+    level = np.asarray([values[position] for position in places], dtype=np.float64)
+    # Number of devices below each level, and of all devices.
+    devices_below = np.concatenate([[0], np.cumsum(counts)])[[*places, len(counts)]]
     count = len(places)
     best = np.full(count + 1, -np.inf)
-    best[count] = 0.0  # no device is left
+    best[count] = 0.0  # No device is left.
     follows: list[np.ndarray] = []
     for _ in range(min(num_levels, count)):
-        sums = level[:, None] * (before[None, :] - before[:count, None]) + best[None, :]
-        sums[np.tril_indices(count, 0, count + 1)] = -np.inf  # the next level is a higher one
+        sums = (
+            level[:, None] * (devices_below[None, :] - devices_below[:count, None]) + best[None, :]
+        )
+        sums[np.tril_indices(count, 0, count + 1)] = -np.inf  # The next level must be higher.
         follows.append(np.argmax(sums, axis=1))
         best = np.concatenate([np.max(sums, axis=1), [0.0]])
-    chosen, place = [], 0
+    chosen_levels, position = [], 0
     for follow in reversed(follows):
-        if place == count:
+        if position == count:
             break
-        chosen.append(places[place])
-        place = int(follow[place])
-    return chosen
+        chosen_levels.append(places[position])
+        position = int(follow[position])
+    return chosen_levels
 
 
 def _thinned(counts: Sequence[int]) -> list[int]:
-    """Return the places of at most `MAX_LEVELS` levels, spread evenly over the devices, the lowest included."""
+    """Return the indices of at most `MAX_LEVELS` levels, spread evenly over the devices.
+
+    The lowest level is always included.
+    """
     if len(counts) <= MAX_LEVELS:
         return list(range(len(counts)))
     devices = np.cumsum(counts)
@@ -192,8 +202,8 @@ def _thinned(counts: Sequence[int]) -> list[int]:
 
 def _weakest(limits: tuple[Limits, ...]) -> Limits:
     weakest = limits[0]
-    for other in limits[1:]:
-        weakest = weakest.tightest(other)
+    for device_limits in limits[1:]:
+        weakest = weakest.tightest(device_limits)
     return weakest
 
 
@@ -204,17 +214,16 @@ def _choose_greedily(
     num_members: int,
     first: int,
 ) -> tuple[Limits, ...]:
-    fits = np.array(
-        [[low.is_within(high) for high in limits] for low in limits]
-    )  # (chosen, device)
+    # (chosen, device)
+    fits = np.array([[low.is_within(high) for high in limits] for low in limits])
     gains = fits * np.asarray(values)[:, None]
-    chosen = [first]
+    chosen_indices = [first]
     used = gains[first]
-    while len(chosen) < min(num_members, len(limits)):
+    while len(chosen_indices) < min(num_members, len(limits)):
         sums = (np.maximum(gains, used) * np.asarray(counts)).sum(axis=1)
         best = int(np.argmax(sums))
         if sums[best] <= (used * np.asarray(counts)).sum():
             break
-        chosen.append(best)
+        chosen_indices.append(best)
         used = np.maximum(used, gains[best])
-    return tuple(limits[place] for place in sorted(chosen))
+    return tuple(limits[index] for index in sorted(chosen_indices))

@@ -1,8 +1,8 @@
 """Memory of a training step, counted block by block.
 
-What autograd saves of a net is the sum over its blocks, except that two neighbours may save the
-tensor between them only once. So every distinct block is run once on tensors without data, and a
-configuration is counted without building its net.
+Autograd saves tensors of each block for the backward pass. The tensor between two neighbouring
+blocks may be saved by both, and then counts once. Every distinct block is run once on tensors
+without data, so that a configuration is counted without building its net.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedquilt.supernet.blocks import BlockSpec
 
-MAX_CACHED_BLOCKS = 16_384  # distinct blocks and batch sizes whose saved bytes are kept
+MAX_CACHED_BLOCKS = 16_384  # Distinct blocks and batch sizes whose saved bytes are cached.
 
 
 class SavedBytes(NamedTuple):
@@ -33,12 +33,12 @@ def saved_bytes(blocks: Iterable[BlockSpec], batch_size: int) -> int:
     """Return the bytes that the backward pass of a net reads, besides its weights.
 
     Args:
-        blocks: The blocks in the order of the forward pass.
+        blocks: Blocks in the order of the forward pass.
         batch_size: Samples per step.
     """
-    count = max(2, batch_size)  # norms over the batch refuse to train on one sample alone
+    count = max(2, batch_size)  # Batch norms cannot train on a single sample.
     total = 0
-    is_saved = False  # whether the block before saves the tensor between them
+    is_saved = False  # True if the previous block saves its output, the input of this block.
     for block in blocks:
         saved = _saved(block, count)
         total += saved.inside
@@ -64,7 +64,9 @@ def _saved(block: BlockSpec, count: int) -> SavedBytes:
         output = module(x)
     ends = {_address(x), _address(output)}
     return SavedBytes(
-        inside=sum(saved.nbytes() for at, saved in storages.items() if at not in weights | ends),
+        inside=sum(
+            saved.nbytes() for address, saved in storages.items() if address not in weights | ends
+        ),
         input=x.nbytes,
         output=output.nbytes,
         saves_input=_address(x) in storages,

@@ -1,4 +1,7 @@
-"""Costs of configurations: multiply-adds, parameters, training memory and inference time, without building a net."""
+"""Costs of configurations, counted without building a net.
+
+They are multiply-adds, parameters, training memory and inference time.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +15,32 @@ from fedquilt.supernet.limits import Limits
 from fedquilt.supernet.space import Config, Space
 from fedquilt.units import amount, size
 
-MAX_CACHED_CONFIGS = 131_072  # configurations whose multiply-adds and parameters are kept
+MAX_CACHED_CONFIGS = 131_072  # Configurations whose multiply-adds and parameters are cached.
 
 
 @dataclass(frozen=True)
 class Costs:
     """The costs of a member."""
 
-    macs: int  # multiply-adds of one sample's forward pass
-    params: int  # number of parameters
-    memory: int  # bytes of a training step
-    milliseconds: float | None = (
-        None  # predicted inference time of one sample; None: there is no table of blocks
-    )
+    macs: int  # Multiply-adds of one sample's forward pass.
+    params: int  # Number of parameters.
+    memory: int  # Bytes of a training step.
+    # Predicted inference time of one sample. None: there is no table of measured blocks.
+    milliseconds: float | None = None
 
     def __str__(self) -> str:
-        text = f"{amount(self.macs)} multiply-adds, {amount(self.params)} parameters, {size(self.memory)} to train"
+        text = (
+            f"{amount(self.macs)} multiply-adds, {amount(self.params)} parameters, "
+            f"{size(self.memory)} to train"
+        )
         return text if self.milliseconds is None else f"{text}, {self.milliseconds:.3g} ms"
 
 
 class Meter:
-    """A counter of what configurations of a space cost.
+    """A counter of the costs of configurations.
 
-    Multiply-adds, parameters and training memory are exact. Inference time is the sum over measured blocks.
+    Multiply-adds, parameters and training memory are exact. Inference time is the sum over measured
+    blocks.
     """
 
     def __init__(
@@ -50,9 +56,8 @@ class Meter:
         self.space = space
         self.step = step
         self.table = table
-        self.cost = lru_cache(MAX_CACHED_CONFIGS)(
-            space.cost
-        )  # multiply-adds and parameters of a configuration
+        # Returns multiply-adds and parameters of a configuration.
+        self.cost = lru_cache(MAX_CACHED_CONFIGS)(space.cost)
 
     def costs(self, config: Config) -> Costs:
         """Return all costs of a configuration."""
@@ -61,7 +66,11 @@ class Meter:
         return Costs(macs, params, self.space.training_memory(config, self.step), milliseconds)
 
     def value(self, config: Config, name: str) -> float:
-        """Return one cost of a configuration by the name that `Limits` has for it.
+        """Return one cost of a configuration.
+
+        Args:
+            config: Configuration of the space.
+            name: Name of the cost, a field of `Limits`.
 
         Raises:
             ConfigError: Milliseconds were asked for, and there is no table of blocks.
@@ -78,11 +87,11 @@ class Meter:
         return float(getattr(self.cost(config), name))
 
     def exceeded(self, config: Config, limits: Limits) -> list[str]:
-        """Return the limits that a configuration exceeds, each with its value."""
-        over = []
+        """Return the limits that a configuration exceeds, as texts of name and limit."""
+        exceeded = []
         cost = self.cost(config)
         for name, limit in limits.given.items():
             value = getattr(cost, name) if name in ("macs", "params") else self.value(config, name)
             if value > limit:
-                over.append(f"{name} {limit:g}")
-        return over
+                exceeded.append(f"{name} {limit:g}")
+        return exceeded

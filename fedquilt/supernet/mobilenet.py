@@ -52,7 +52,7 @@ class InvertedSpace(Space):
             act=self.act,
         )
         blocks: dict[str, BlockSpec] = {"stem": stem}
-        before: BlockSpec = stem
+        previous: BlockSpec = stem
 
         def add(
             name: str,
@@ -61,15 +61,15 @@ class InvertedSpace(Space):
             expansion: float,
             kernel: int,
         ) -> None:
-            nonlocal before
-            channels = before.out_channels
+            nonlocal previous
+            channels = previous.out_channels
             out_channels = self._channels(row.channels)
             stride = row.stride if position == 0 else 1
             expand = expansion != 1
-            before = InvertedSpec(
+            previous = InvertedSpec(
                 channels,
                 out_channels,
-                before.out_size,
+                previous.out_size,
                 hidden=self._rounded(channels * expansion) if expand else channels,
                 kernel=kernel,
                 stride=stride,
@@ -78,20 +78,20 @@ class InvertedSpace(Space):
                 expand=expand,
                 skip=stride == 1 and channels == out_channels,
             )
-            blocks[name] = before
+            blocks[name] = previous
 
         if self.first:
             add("first", self.first, 0, 1, 3)
-        for stage, (row, kept) in enumerate(
+        for stage, (row, block_choices) in enumerate(
             zip(self.rows, self.kept_blocks(config), strict=True),
             start=1,
         ):
-            for position, choice in enumerate(kept):
+            for position, choice in enumerate(block_choices):
                 add(f"stage{stage}.{position}", row, position, choice.expansion, choice.kernel)
         if self.final:
             add("final", self.final, 0, 6, 3)
 
-        channels, size = before.out_channels, before.out_size
+        channels, size = previous.out_channels, previous.out_size
         last = self._channels(self.last)
         hidden = self._channels(self.hidden) if self.hidden else 0
         blocks["last"] = ConvSpec(channels, last, size, kernel=1, act=self.act)

@@ -1,4 +1,4 @@
-"""Settings of a searched model: which nets a federation gets if none are named."""
+"""Settings of a searched model: the search for nets if the user names none."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ if TYPE_CHECKING:
     from fedquilt.supernet.elastic import Supernet
     from fedquilt.supernet.space import Space
 
-TINY_IMAGES = (
-    16  # pixels; smaller images get the space `tiny`, because the others halve images five times
-)
+# Images of up to this many pixels in height get the space `tiny`, because the other spaces halve
+# images five times.
+TINY_IMAGES = 16
 
 
 @dataclass(frozen=True)
 class SearchedModel:
     """A knowledge net and private nets, searched for the data and the fleet of a run.
 
-    Without a supernet all weights are fresh, which are RaFL's settings (a) and (b). With one, the nets start from
-    its weights, which is setting (c).
+    Without a supernet all weights are drawn at random, as in RaFL's settings (a) and (b). With a
+    supernet the nets start from its weights, as in setting (c).
     """
 
-    space: str = (
-        ""  # Search space by name, or file.py:Class. Empty: tiny for small images, else mobilenetv3
-    )
-    supernet: File = ""  # Supernet file whose weights the nets start from. Empty: fresh weights
-    knowledge_macs: float = (
-        0.0  # Multiply-adds of the knowledge net, at most. 0: half of the weakest device's limit
-    )
-    num_members: int = 8  # Private nets, at most
-    # How nets are searched: evolution, random or exhaustive. Empty: exhaustive in small spaces, else by evolution
+    # Name of the search space, or file.py:Class. Empty: tiny for small images, else mobilenetv3.
+    space: str = ""
+    supernet: File = ""  # Supernet file with the initial weights of nets. Empty: random weights.
+    # Multiply-adds of the knowledge net, at most. 0: half of the weakest device's limit.
+    knowledge_macs: float = 0.0
+    num_members: int = 8  # Number of different private nets, at most.
+    # Search strategy: evolution, random or exhaustive. Empty: exhaustive in small spaces, else
+    # evolution.
     strategy: Strategy | Literal[""] = ""
 
     def __post_init__(self) -> None:
@@ -61,12 +60,13 @@ class SearchedModel:
         """Search the nets.
 
         Args:
-            data: Samples that the nets are for. They must be square images.
+            data: Samples that the nets classify. They must be square images.
             fleet: Number of devices with each budget, such as `Fleet.counts`.
             seed: Random seed of the search.
             step: Training step whose memory is limited, if the fleet has limits on memory.
             account: Nets that a limit bounds: `pair`, or `private` as in the paper.
-            private_weights: Private nets start from the supernet's weights too. False: the knowledge net alone does.
+            private_weights: Private nets start from the supernet's weights too. False: the
+                knowledge net alone does.
 
         Raises:
             BudgetError: No pair of nets is within the limits of a device.
@@ -91,8 +91,10 @@ class SearchedModel:
         shape = tuple(data.example.shape[1:])
         if len(shape) != 3 or shape[1] != shape[2] or not data.num_classes:
             raise ConfigError(
-                f"searched nets were asked for; they classify square images, and {data.name} has samples of shape "
-                f"{shape} and {data.num_classes} classes. Name models that fit, or your own search space."
+                f"searched nets were asked for; they classify square images, and {data.name} has "
+                "samples of shape "
+                f"{shape} and {data.num_classes} classes. Name models that fit, or your own search "
+                "space."
             )
         name = self.space or ("tiny" if shape[1] <= TINY_IMAGES else "mobilenetv3")
         return replace(
@@ -107,5 +109,8 @@ class SearchedModel:
 
 
 def _usual_strategy(space: Space) -> Strategy:
-    """Return how a space is searched if nothing is asked for. Small spaces then need no library for evolution."""
+    """Return the default search strategy of a space.
+
+    Small spaces are searched exhaustively, which needs no library for evolution.
+    """
     return "exhaustive" if space.num_configs <= MAX_ENUMERATED else "evolution"

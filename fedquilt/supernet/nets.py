@@ -19,24 +19,27 @@ from fedquilt.supernet.search import Found, Measure, Options, Score, Search
 from fedquilt.supernet.service import SearchService, Utilization, Watch
 from fedquilt.supernet.space import Config, Space
 
-KNOWLEDGE = "knowledge"  # name of the knowledge net
-KNOWLEDGE_SHARE = 1 / 2  # of the weakest device's limit, if nothing is asked for
+KNOWLEDGE = "knowledge"  # Name of the knowledge net.
+KNOWLEDGE_SHARE = 1 / 2  # Default size of the knowledge net, as a share of the weakest limit.
 
 Account = Literal["pair", "private"]
-Net = nn.Module | Callable[[], nn.Module]  # what `fedquilt.trace` takes
+Net = nn.Module | Callable[[], nn.Module]  # Models that `fedquilt.trace` takes.
 
 
 @dataclass(frozen=True)
 class SearchedNets:
-    """The nets of a federation: a knowledge net that all devices train, and private nets of which each has one."""
+    """The nets of a federation: one knowledge net for all devices, and several private nets.
 
-    nets: dict[str, Net]  # by name, the knowledge net first, then private nets by multiply-adds
-    knowledge: Found
-    private: dict[str, Found]  # by name
-    utilization: Utilization  # of the devices' limits, by the nets that these bound
+    Every device trains the knowledge net and one of the private nets.
+    """
+
+    nets: dict[str, Net]  # Nets by name: the knowledge net, then private nets by multiply-adds.
+    knowledge: Found  # The knowledge net with its costs.
+    private: dict[str, Found]  # Private nets with their costs, by name.
+    utilization: Utilization  # Share of the devices' limits that their nets use.
 
     def family(self, example: Tensor) -> Family:
-        """Trace every net on an example, and return their union, whose first net is the knowledge net."""
+        """Trace every net on an example, and return their union. The knowledge net is first."""
         return union({name: trace(net, example) for name, net in self.nets.items()})
 
 
@@ -60,20 +63,21 @@ def searched_nets(
     Args:
         space: Space with the images and classes of the federation.
         fleet: Number of devices with each budget or limits, such as `Fleet.counts`.
-        knowledge_macs: Multiply-adds of the knowledge net, at most. None: half of the weakest device's limit, or what
-            the smallest member has if that is more.
+        knowledge_macs: Multiply-adds of the knowledge net, at most. None: half of the weakest
+            device's limit, or what the smallest member has if that is more.
         num_members: Number of private nets, at most.
-        account: `pair` limits a device's private net and the knowledge net together, because it trains both.
-            `private` limits the private net alone, as the paper does.
+        account: `pair` limits a device's private net and the knowledge net together, because it
+            trains both. `private` limits the private net alone, as the paper does.
         supernet: Supernet whose weights the nets start from. None: fresh weights for every seed.
-        private_weights: False lets private nets start from fresh weights, and the knowledge net alone from the
-            supernet's, as the released code does. It has no effect without a supernet.
+        private_weights: False lets private nets start from fresh weights, and the knowledge net
+            alone from the supernet's, as the released code does. It has no effect without a
+            supernet.
         score: Score of configurations. None: multiply-adds, then parameters.
-        measure: Function that returns the accuracy of a member, by which each net is chosen among those with the
-            highest scores. None: by the score alone.
-        meter: Counts costs. None: with a training step of 32 samples and no table of blocks.
+        measure: Function that returns the accuracy of a member, by which each net is chosen among
+            those with the highest scores. None: by the score alone.
+        meter: Counter of costs. None: a training step of 32 samples, and no table of blocks.
         options: Options of the search.
-        watch: Is called after each search.
+        watch: Function that is called after each search. None: no calls.
 
     Raises:
         BudgetError: No member, or no pair, is within the limits of a device.
@@ -81,7 +85,8 @@ def searched_nets(
     """
     if supernet is not None and supernet.space.with_classes(space.num_classes) != space:
         raise ConfigError(
-            f"nets of {space} were asked for with the weights of a supernet of {supernet.space}. A supernet of the "
+            f"nets of {space} were asked for with the weights of a supernet of {supernet.space}. A "
+            "supernet of the "
             "same space would work."
         )
     meter = meter or Meter(space)
@@ -89,15 +94,15 @@ def searched_nets(
     counts = limits_of(fleet)
     knowledge = _knowledge(search, counts, knowledge_macs)
     spent = knowledge.costs if account == "pair" else None
-    left = {_remaining(limits, spent, search): count for limits, count in counts.items()}
+    remaining = {_remaining(limits, spent, search): count for limits, count in counts.items()}
 
     service = SearchService(search, num_members)
-    service.prepare(left, watch)
+    service.prepare(remaining, watch)
     private = named(service.members)
     nets = {KNOWLEDGE: _net(space, supernet, knowledge.config)}
     source = supernet if private_weights else None
-    nets |= {name: _net(space, source, found.config) for name, found in private.items()}
-    used = service.utilization(left, spent.macs if spent else 0.0)
+    nets |= {name: _net(space, source, member.config) for name, member in private.items()}
+    used = service.utilization(remaining, spent.macs if spent else 0.0)
     return SearchedNets(nets, knowledge, private, used)
 
 
@@ -110,35 +115,37 @@ def _knowledge(search: Search, counts: Mapping[Limits, int], macs: float | None)
 
 
 def _remaining(limits: Limits, spent: Costs | None, search: Search) -> Limits:
-    """Return what the knowledge net leaves of a device's limits."""
+    """Return a device's limits minus the costs of the knowledge net."""
     if spent is None:
         return limits
-    left = {field.name: getattr(limits, field.name) for field in fields(limits)}
+    bounds = {field.name: getattr(limits, field.name) for field in fields(limits)}
     for name, limit in limits.given.items():
-        left[name] = limit - getattr(spent, name)
-        if left[name] <= 0:
+        bounds[name] = limit - getattr(spent, name)
+        if bounds[name] <= 0:
             raise BudgetError(
-                f"a pair of nets within {limits} was asked for; the knowledge net alone has {spent}. A smaller "
+                f"a pair of nets within {limits} was asked for; the knowledge net alone has "
+                f"{spent}. A smaller "
                 'knowledge_macs, or account="private", would work.'
             )
     try:
-        remaining = Limits(**left)
+        remaining = Limits(**bounds)
         search.check(remaining)
     except BudgetError as error:
         raise BudgetError(
-            f"a pair of nets within {limits} was asked for; the knowledge net has {spent}, and then {error}"
+            f"a pair of nets within {limits} was asked for; the knowledge net has {spent}, and "
+            f"then {error}"
         ) from error
     return remaining
 
 
 def named(members: tuple[Found, ...]) -> dict[str, Found]:
-    """Return members by names with their multiply-adds. Members that would share a name are numbered."""
+    """Return members by name. A name contains the multiply-adds, and equal names are numbered."""
     names: dict[str, Found] = {}
-    for found in members:
-        name, number = found.name, 2
+    for member in members:
+        name, number = member.name, 2
         while name in names:
-            name, number = f"{found.name}_{number}", number + 1
-        names[name] = found
+            name, number = f"{member.name}_{number}", number + 1
+        names[name] = member
     return names
 
 

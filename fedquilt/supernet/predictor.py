@@ -12,26 +12,26 @@ from fedquilt.errors import ConfigError
 
 Floats = NDArray[np.float64]
 
-PENALTIES = tuple(
-    10.0**power for power in range(-3, 5)
-)  # on squared coefficients of standardized features
-MIN_MEASURED = 8  # members; with fewer the choice of a penalty is random
+# on squared coefficients of standardized features
+PENALTIES = tuple(10.0**power for power in range(-3, 5))
+MIN_MEASURED = 8  # Members to fit on, at least. With fewer the choice of a penalty is random.
 
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
     """A ridge regression of accuracy on the features of a configuration.
 
-    Features are standardized. The penalty is the one of `PENALTIES` with the smallest leave-one-out error, which a
-    ridge regression has in closed form, so that fitting takes milliseconds and needs neither a seed nor a split.
+    Features are standardized. The penalty is the one of `PENALTIES` with the smallest leave-one-out
+    error. A ridge regression has this error in closed form, so that fitting takes milliseconds and
+    needs neither a random seed nor a split.
     """
 
-    mean: Floats  # (feature,)
-    scale: Floats  # (feature,)
-    coefficients: Floats  # (feature,)
-    intercept: float
-    penalty: float
-    error: float  # leave-one-out root mean square error, in the unit of the accuracies
+    mean: Floats  # (feature,) Mean of each feature.
+    scale: Floats  # (feature,) Standard deviation of each feature, or 1 for a constant feature.
+    coefficients: Floats  # (feature,) Coefficients of the standardized features.
+    intercept: float  # Mean of the measured accuracies.
+    penalty: float  # Chosen penalty on squared coefficients.
+    error: float  # Leave-one-out root mean square error, in the unit of the accuracies.
 
     @staticmethod
     def fit(features: Floats, accuracies: Sequence[float]) -> Predictor:
@@ -47,23 +47,30 @@ class Predictor:
         targets = np.asarray(accuracies, dtype=np.float64)
         if len(targets) < MIN_MEASURED:
             raise ConfigError(
-                f"a predictor was to be fitted on {len(targets)} measured members; at least {MIN_MEASURED} are needed."
+                f"a predictor was to be fitted on {len(targets)} measured members; at least "
+                f"{MIN_MEASURED} are needed."
             )
         mean = features.mean(axis=0)
         scale = features.std(axis=0)
         scale = np.where(scale > 0, scale, 1.0)  # a feature that all members share has no effect
-        left, values, right = np.linalg.svd((features - mean) / scale, full_matrices=False)
+        left_vectors, values, right_vectors = np.linalg.svd(
+            (features - mean) / scale, full_matrices=False
+        )
         intercept = float(targets.mean())
-        projected = left.T @ (targets - intercept)
+        projected = left_vectors.T @ (targets - intercept)
 
         best: tuple[float, float, Floats] | None = None
         for penalty in PENALTIES:
             shrinkage = values**2 / (values**2 + penalty)
-            residuals = targets - intercept - left @ (shrinkage * projected)
-            leverage = (left**2 @ shrinkage) + 1 / len(targets)
+            residuals = targets - intercept - left_vectors @ (shrinkage * projected)
+            leverage = (left_vectors**2 @ shrinkage) + 1 / len(targets)
             error = float(np.sqrt(np.mean((residuals / np.maximum(1 - leverage, 1e-9)) ** 2)))
             if best is None or error < best[0]:
-                best = error, penalty, right.T @ (values / (values**2 + penalty) * projected)
+                best = (
+                    error,
+                    penalty,
+                    right_vectors.T @ (values / (values**2 + penalty) * projected),
+                )
         assert best is not None
         error, penalty, coefficients = best
         return Predictor(mean, scale, coefficients, intercept, penalty, error)
@@ -75,9 +82,9 @@ class Predictor:
 
 
 def rank_correlation(first: Sequence[float] | Floats, second: Sequence[float] | Floats) -> float:
-    """Return Spearman's rank correlation of two sequences. Equal values share their mean rank.
+    """Return Spearman's rank correlation of two sequences, or NaN if one is constant.
 
-    It is not a number if one of them is constant.
+    Equal values have their mean rank.
     """
     ranks = [_ranks(np.asarray(values, dtype=np.float64)) for values in (first, second)]
     centred = [values - values.mean() for values in ranks]
@@ -86,7 +93,7 @@ def rank_correlation(first: Sequence[float] | Floats, second: Sequence[float] | 
 
 
 def _ranks(values: Floats) -> Floats:
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    _, rank_index, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
-    ranks: Floats = (last - (counts - 1) / 2)[place]
+    ranks: Floats = (last - (counts - 1) / 2)[rank_index]
     return ranks

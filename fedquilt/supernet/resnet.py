@@ -31,7 +31,7 @@ class ResNet50Space(Space):
 
     @property
     def stages(self) -> tuple[StageOptions, ...]:
-        depths = [tuple(range(most - 2, most + 1)) for most in self.depths]
+        depths = [tuple(range(max_depth - 2, max_depth + 1)) for max_depth in self.depths]
         return tuple(StageOptions(options, self.expansions, (), self.widths) for options in depths)
 
     def blocks(self, config: Config) -> dict[str, BlockSpec]:
@@ -45,18 +45,18 @@ class ResNet50Space(Space):
             pool=True,
         )
         blocks: dict[str, BlockSpec] = {"stem": stem}
-        before: BlockSpec = stem
-        for stage, kept in enumerate(self.kept_blocks(config)):
+        previous: BlockSpec = stem
+        for stage, block_choices in enumerate(self.kept_blocks(config)):
             channels = multiple_of_8(round(self.channels[stage] * config.widths[stage]))
-            for position, choice in enumerate(kept):
-                before = BottleneckSpec(
-                    before.out_channels,
+            for position, choice in enumerate(block_choices):
+                previous = BottleneckSpec(
+                    previous.out_channels,
                     channels,
-                    before.out_size,
+                    previous.out_size,
                     hidden=multiple_of_8(round(channels * choice.expansion)),
                     stride=2 if stage > 0 and position == 0 else 1,
                     project=position == 0,
                 )
-                blocks[f"stage{stage + 1}.{position}"] = before
-        blocks[HEAD] = HeadSpec(before.out_channels, self.num_classes, before.out_size)
+                blocks[f"stage{stage + 1}.{position}"] = previous
+        blocks[HEAD] = HeadSpec(previous.out_channels, self.num_classes, previous.out_size)
         return blocks

@@ -1,4 +1,4 @@
-"""Scores of a trained supernet's members: accuracies of some, measured, and of all others, predicted."""
+"""Scores of a trained supernet's members: measured accuracies of some, predicted ones of all."""
 
 from __future__ import annotations
 
@@ -19,22 +19,20 @@ from fedquilt.supernet.search import Measure, Search
 from fedquilt.supernet.space import Config
 from fedquilt.supernet.training import SupernetData, member_accuracy
 
-NUM_MEASURED = 128  # members on which a predictor is fitted
-MAX_VALIDATION = 2_000  # images on which accuracy is measured; a rotated image gives four samples
-MAX_CALIBRATION = (
-    500  # images on which norm statistics are measured; a rotated image gives four samples
-)
+NUM_MEASURED = 128  # Members on which a predictor is fitted.
+MAX_VALIDATION = 2_000  # Images on which accuracy is measured. Rotation gives four samples of each.
+# Images on which norm statistics are measured. Rotation gives four samples of each.
+MAX_CALIBRATION = 500
 
-Watch = Callable[
-    [int, int], None
-]  # is called with the number of measured members and of all to be measured
+# is called with the number of measured members and of all to be measured
+Watch = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Validation:
-    """Labelled images on which members of a supernet are measured.
+    """Labelled images on which members of a supernet are evaluated.
 
-    Labels are those of the task that the supernet was trained for: rotations, or the classes of a labelled pool.
+    Labels are those of the pre-training task: rotations, or the classes of a labelled pool.
     """
 
     images: Tensor  # (sample, channel, height, width)
@@ -46,16 +44,17 @@ class Validation:
     def __post_init__(self) -> None:
         if len(self.images) != len(self.labels) or not len(self.images):
             raise DataError(
-                f"members were to be measured on {len(self.images)} images with {len(self.labels)} labels; every "
+                f"members were to be measured on {len(self.images)} images with {len(self.labels)} "
+                "labels; every "
                 "image needs a label, and there must be some."
             )
 
     @staticmethod
     def of(data: SupernetData) -> Validation:
-        """Split images: the last fifth is for validation, and norm statistics are measured on the others.
+        """Split images: the last fifth is for validation, the others are for norm statistics.
 
-        At most `MAX_VALIDATION` and `MAX_CALIBRATION` images are used. Images that the supernet was not trained on
-        measure best. With those it was trained on, members are compared by their training accuracy.
+        At most `MAX_VALIDATION` and `MAX_CALIBRATION` images are used. The supernet should not have
+        been trained on these images. Else members are compared by their training accuracy.
 
         Args:
             data: Images, with labels or to be rotated.
@@ -73,7 +72,10 @@ class Validation:
         )
 
     def accuracy(self, supernet: Supernet, config: Config) -> float:
-        """Return the accuracy of a member with the supernet's weights and norm statistics of its own, in [0, 1]."""
+        """Return the accuracy of a member, in [0, 1].
+
+        The member has the supernet's weights, and its own norm statistics.
+        """
         return member_accuracy(supernet, config, self.calibration, self.images, self.labels)
 
 
@@ -108,21 +110,21 @@ def measured_members(
     seed: int = 0,
     watch: Watch | None = None,
 ) -> list[MeasuredMember]:
-    """Measure members whose multiply-adds are spread between the smallest and the largest, which are among them.
+    """Measure the accuracy of members of different sizes, including the smallest and the largest.
 
     Args:
         supernet: A trained supernet.
         validation: Images on its device.
         count: Members to measure. A space with fewer has all of them measured.
         seed: Random seed of the sample.
-        watch: Is called after each member.
+        watch: Function that is called after each member. None: no calls.
 
     Returns:
         The members, in ascending order of multiply-adds.
     """
     space = supernet.space
-    drawn = Search(Meter(space)).sample(count, seed)
-    configs = list(dict.fromkeys([space.smallest, space.largest, *drawn]))[:count]
+    sampled = Search(Meter(space)).sample(count, seed)
+    configs = list(dict.fromkeys([space.smallest, space.largest, *sampled]))[:count]
     members = []
     for done, config in enumerate(configs, start=1):
         members.append(
@@ -146,9 +148,13 @@ class PredictedAccuracy:
 
 
 def features(meter: Meter, configs: Sequence[Config]) -> Floats:
-    """Return what a predictor reads of configurations, (member, feature).
+    """Return the inputs of a predictor, (member, feature).
 
     These are the features of the space, and the logarithms of multiply-adds and parameters.
+
+    Args:
+        meter: Counter of costs.
+        configs: Configurations, one for each member.
     """
     rows = []
     for config in configs:
@@ -168,10 +174,11 @@ def fit_score(
 
     Args:
         search: Search in the space. Its score has no effect.
-        measure: Function that returns the accuracy of a member, such as `MeasuredAccuracy` of a supernet.
+        measure: Function that returns the accuracy of a member, such as `MeasuredAccuracy` of a
+            supernet.
         num_measured: Members to measure.
         seed: Random seed of the sample.
-        watch: Is called after each member.
+        watch: Function that is called after each member. None: no calls.
     """
     configs = search.sample(num_measured, seed)
     accuracies = []

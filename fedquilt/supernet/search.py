@@ -15,24 +15,25 @@ from numpy.typing import NDArray
 
 from fedquilt.checks import one_of, within
 from fedquilt.errors import BudgetError, ConfigError
+from fedquilt.errors.extras import how_to_install
 from fedquilt.supernet.limits import Limits
 from fedquilt.supernet.meter import Costs, Meter
 from fedquilt.supernet.predictor import Floats
 from fedquilt.supernet.space import KINDS, Config, Space, SpaceChoice
 from fedquilt.units import amount
 
-Genes = tuple[int, ...]  # a configuration as the place of each choice among its options
-Score = Callable[[Sequence[Config]], Floats]  # of configurations, higher is better
-Measure = Callable[[Config], float]  # returns the accuracy of a member
+Genes = tuple[int, ...]  # A configuration, as the index of each choice's option.
+Score = Callable[[Sequence[Config]], Floats]  # Returns scores of configurations. Higher is better.
+Measure = Callable[[Config], float]  # Returns the accuracy of a member.
 Strategy = Literal["evolution", "random", "exhaustive"]
-Watch = Callable[[int, int], None]  # is called with the generations that are done and of all
+Watch = Callable[[int, int], None]  # Gets the number of finished generations and of all.
 
-MAX_ENUMERATED = 20_000  # configurations; a smaller space is counted as a whole, so that its best member is known
-SATURATED = 12  # generations without a better member after which the evolution ends
-MAX_CACHED_LIMITS = 4_096  # limits whose capacity is kept
-FILLED_STARTS = (
-    32  # random configurations that are filled up to a limit to find how much of it a space can use
-)
+# Configurations up to which a space is enumerated, so that its best member is known exactly.
+MAX_ENUMERATED = 20_000
+SATURATED = 12  # Generations without a better member after which the evolution ends.
+MAX_CACHED_LIMITS = 4_096  # Limits whose capacity is cached.
+# Random configurations that are enlarged up to a limit, to find how much of it a space can use.
+FILLED_STARTS = 32
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,18 @@ class Options:
     """Options of a search.
 
     Args:
-        strategy: `evolution` is a genetic algorithm. `random` draws configurations until one is within `tolerance`
-            of the limit, as the released code does; it uses no score. `exhaustive` scores every candidate of a small
-            space.
-        floor: Least share of the limit's multiply-adds that a candidate has, wherever the space has such members.
+        strategy: `evolution` is a genetic algorithm. `random` draws configurations until one is
+            within `tolerance` of the limit, as the released code does; it uses no score.
+            `exhaustive` scores every candidate of a small space.
+        floor: Least share of the limit's multiply-adds that a candidate has, wherever the space has
+            such members.
         tolerance: Share of the limit's multiply-adds by which `random` may stay below it.
         draws: Configurations that `random` draws at most.
         population: Members of a generation.
         generations: Generations of the evolution.
-        verified: Members with the highest scores that are measured before `best` chooses among them. 0 returns the
-            one with the highest score. It has no effect without a measure, nor on `random`, which uses no score.
+        verified: Members with the highest scores that are measured before `best` chooses among
+            them. 0 returns the one with the highest score. It has no effect without a measure, nor
+            on `random`, which uses no score.
         seed: Random seed.
     """
 
@@ -82,28 +85,30 @@ class Found:
 
     config: Config
     costs: Costs
-    score: float  # predicted accuracy, or the proxy: multiply-adds, then parameters
-    limits: Limits  # that it was searched for
-    scored: int  # members that were scored on the way
-    accuracy: float | None = None  # measured on the validation images; None if it was not measured
+    score: float  # Predicted accuracy, or the proxy: multiply-adds, then parameters.
+    limits: Limits  # Limits that the member was searched for.
+    scored: int  # Number of members that the search scored.
+    accuracy: float | None = None  # Accuracy on validation images. None: it was not measured.
 
     @property
     def name(self) -> str:
-        """Return a name by multiply-adds that is valid for a module, such as `net28M` or `net44_8M`."""
+        """Return a name with the multiply-adds that is a valid module name, such as `net44_8M`."""
         return f"net{amount(self.costs.macs)}".replace(".", "_")
 
 
 class Genome:
-    """Configurations of a space as tuples of whole numbers: the place of each choice among its options.
+    """Conversion between configurations of a space and genes, which are tuples of integers.
 
-    A higher place is a larger option, which costs more. Choices of blocks that are not kept are 0.
+    A gene is the index of a choice's option. A higher index is a larger option, which costs more.
+    Choices of blocks that are not kept are 0.
     """
 
     def __init__(self, space: Space) -> None:
         self.choices: tuple[SpaceChoice, ...] = space.choices
         self.sizes = tuple(len(choice.options) for choice in self.choices)
         self._kinds = {
-            kind: [i for i, one in enumerate(self.choices) if one.kind == kind] for kind in KINDS
+            kind: [i for i, choice in enumerate(self.choices) if choice.kind == kind]
+            for kind in KINDS
         }
         self._depths = {self.choices[i].stage: i for i in self._kinds["depths"]}
 
@@ -126,7 +131,7 @@ class Genome:
     def canonical(self, genes: Sequence[int]) -> Genes:
         """Return the genes with choices that have no effect at 0. Equal nets have equal genes."""
         return tuple(
-            int(gene) if self.is_kept(place, genes) else 0 for place, gene in enumerate(genes)
+            int(gene) if self.is_kept(index, genes) else 0 for index, gene in enumerate(genes)
         )
 
     def random(self, random: np.random.Generator) -> Genes:
@@ -135,15 +140,15 @@ class Genome:
 
     def smaller(self, genes: Genes) -> list[int]:
         """Return the choices that can take a smaller option."""
-        return [place for place, gene in enumerate(genes) if gene > 0]
+        return [index for index, gene in enumerate(genes) if gene > 0]
 
     def larger(self, genes: Genes) -> list[int]:
         """Return the choices that can take a larger option."""
         places = enumerate(zip(genes, self.sizes, strict=True))
         return [
-            place
-            for place, (gene, count) in places
-            if gene + 1 < count and self.is_kept(place, genes)
+            index
+            for index, (gene, count) in places
+            if gene + 1 < count and self.is_kept(index, genes)
         ]
 
     def moved(self, genes: Genes, place: int, by: int) -> Genes:
@@ -151,17 +156,17 @@ class Genome:
         return self.canonical([gene + by if i == place else gene for i, gene in enumerate(genes)])
 
     def __iter__(self) -> Iterator[Genes]:
-        """Go through all configurations, each once."""
+        """Iterate over the genes of all configurations, each once."""
         depths = [
-            range(self.sizes[place]) if self.choices[place].kind == "depths" else (0,)
-            for place in self._places
+            range(self.sizes[index]) if self.choices[index].kind == "depths" else (0,)
+            for index in self._places
         ]
-        for chosen in product(*depths):
+        for depth_genes in product(*depths):
             ranges = [
-                (chosen[place],)
-                if self.choices[place].kind == "depths"
-                else range(self.sizes[place] if self.is_kept(place, chosen) else 1)
-                for place in self._places
+                (depth_genes[index],)
+                if self.choices[index].kind == "depths"
+                else range(self.sizes[index] if self.is_kept(index, depth_genes) else 1)
+                for index in self._places
             ]
             yield from product(*ranges)
 
@@ -173,16 +178,17 @@ class Genome:
 class Search:
     """A search for the best member of a space within limits.
 
-    A candidate is within all limits and has at least `floor` of the multiply-adds that the limits allow. These are
-    the limit's own, or, if the space has no such member, the most that a member within the limits has. Costs are
-    counted for every configuration that the evolution meets. Only candidates are scored, and the result is one of
-    them.
+    A candidate is within all limits and has at least `floor` of the multiply-adds that the limits
+    allow. These are the limit's own, or, if the space has no such member, the most that a member
+    within the limits has. Costs are counted for every configuration that the evolution meets. Only
+    candidates are scored, and the result is one of them.
 
-    Whether a space has a member close below a limit is known for certain where it has at most `MAX_ENUMERATED`
-    configurations. In larger ones, whose members lie densely, random configurations are filled up to the limits.
+    Spaces with at most `MAX_ENUMERATED` configurations are enumerated, so that the members close to
+    a limit are known exactly. In larger spaces, which have many members near any limit, random
+    configurations are enlarged up to the limits.
 
-    Searches for different limits share nothing but cached costs, so that several threads may call `best`. Equal
-    limits and seeds give equal members.
+    Searches for different limits share nothing but cached costs, so that several threads may call
+    `best`. Equal limits and seeds give equal members.
     """
 
     def __init__(
@@ -196,11 +202,12 @@ class Search:
 
         Args:
             meter: Counts the costs of configurations of a space.
-            score: Score of configurations, such as a predicted accuracy. None: `proxy`, for spaces without trained
-                weights.
+            score: Score of configurations, such as a predicted accuracy. None: `proxy`, for spaces
+                without trained weights.
             options: Options of the search.
-            measure: Function that returns the accuracy of a member, such as `MeasuredAccuracy` of a supernet. `best`
-                then chooses among `options.verified` members by it. None: by the score alone, which is fast.
+            measure: Function that returns the accuracy of a member, such as `MeasuredAccuracy` of a
+                supernet. `best` then chooses among `options.verified` members by it. None: by the
+                score alone, which is fast.
         """
         self.meter = meter
         self.space = meter.space
@@ -217,43 +224,47 @@ class Search:
 
     def with_options(self, options: Options) -> Search:
         """Return the same search with other options. Costs that were counted are shared."""
-        other = Search(self.meter, None if self.has_proxy else self.score, options, self.measure)
-        other._columns = self._columns
-        other._lock = self._lock
-        return other
+        search = Search(self.meter, None if self.has_proxy else self.score, options, self.measure)
+        search._columns = self._columns
+        search._lock = self._lock
+        return search
 
     def proxy(self, configs: Sequence[Config]) -> Floats:
         """Return a score that needs no weights: multiply-adds, and among equals the parameters.
 
-        Without trained weights nothing is known about a member's accuracy. A member that uses more of its limit is
-        taken as the better one. The released code accepts members by this alone.
+        Without trained weights nothing is known about a member's accuracy. A member that uses more
+        of its limit is taken as the better one. The released code accepts members by this alone.
         """
-        most = 1 + self.meter.cost(self.space.largest).params
+        max_params = 1 + self.meter.cost(self.space.largest).params
         costs = [self.meter.cost(config) for config in configs]
-        return np.asarray([cost.macs + cost.params / most for cost in costs], dtype=np.float64)
+        return np.asarray(
+            [cost.macs + cost.params / max_params for cost in costs], dtype=np.float64
+        )
 
-    # --- limits ------------------------------------------------------------------------------------------------
+    # --- limits ----------------------------------------------------------------------------------
 
     def check(self, limits: Limits) -> None:
-        """Check that a member is within the limits.
+        """Refuse limits that no member of the space is within.
 
         Raises:
-            BudgetError: Not even the smallest is. The message names it.
+            BudgetError: The smallest member exceeds the limits. The message names it.
         """
         smallest = self.space.smallest
         exceeded = self.meter.exceeded(smallest, limits)
         if exceeded:
             raise BudgetError(
-                f"a member of {self.space.name} was asked for within {limits}; the smallest member has "
-                f"{self.meter.costs(smallest)}, which exceeds {' and '.join(exceeded)}. Raise these limits, or use a "
+                f"a member of {self.space.name} was asked for within {limits}; the smallest member "
+                "has "
+                f"{self.meter.costs(smallest)}, which exceeds {' and '.join(exceeded)}. Raise "
+                "these limits, or use a "
                 "smaller space."
             )
 
     def _capacity(self, limits: Limits) -> float:
         """Return the multiply-adds that a member within the limits can have.
 
-        For a limit on multiply-adds alone these are the limit, or the largest member's. Another limit may be
-        reached first, so that members are looked for.
+        For a limit on multiply-adds alone these are the limit, or the largest member's. Another
+        limit may be reached first, so that members are looked for.
         """
         bound = min(limits.macs or math.inf, float(self.meter.cost(self.space.largest).macs))
         if set(limits.given) <= {"macs"}:
@@ -267,21 +278,22 @@ class Search:
     def _exceeds(self, genes: Genes, limits: Limits) -> bool:
         return bool(self.meter.exceeded(self._genome.config(genes), limits))
 
-    # --- search ------------------------------------------------------------------------------------------------
+    # --- search ----------------------------------------------------------------------------------
 
     def best(self, limits: Limits, watch: Watch | None = None) -> Found:
         """Return the best member within limits. The arguments are those of `top`.
 
-        With a measure it is the most accurate of the `verified` members with the highest scores. Predicted accuracies
-        of these are too high on average, because a search also finds what a predictor overrates.
+        With a measure it is the most accurate of the `verified` members with the highest scores.
+        Predicted accuracies of these are too high on average, because a search also finds what a
+        predictor overrates.
         """
         measure = self.measure
         if measure is None or not self.options.verified or self.options.strategy == "random":
             return self.top(limits, 1, watch)[0]
         members = self.top(limits, self.options.verified, watch)
-        accuracies = [measure(found.config) for found in members]
-        place = int(np.argmax(accuracies))  # of equals the first, which has the highest score
-        return replace(members[place], accuracy=accuracies[place])
+        accuracies = [measure(member.config) for member in members]
+        best_index = int(np.argmax(accuracies))  # of equals the first, which has the highest score
+        return replace(members[best_index], accuracy=accuracies[best_index])
 
     def top(self, limits: Limits, count: int, watch: Watch | None = None) -> list[Found]:
         """Return the best members within limits, the best first.
@@ -291,11 +303,12 @@ class Search:
         Args:
             limits: Limits of a device.
             count: Number of members, at most.
-            watch: Is called after every generation.
+            watch: Function that is called after every generation. None: no calls.
 
         Raises:
             BudgetError: No member is within the limits.
-            ConfigError: `exhaustive` was asked for in a space with more than `MAX_ENUMERATED` configurations.
+            ConfigError: `exhaustive` was asked for in a space with more than `MAX_ENUMERATED`
+                configurations.
         """
         self.check(limits)
         if self.options.strategy == "random":
@@ -317,25 +330,33 @@ class Search:
         return Found(config, self.meter.costs(config), score, limits, scored)
 
     def _least(self, limits: Limits, filled: Sequence[Genes]) -> float:
-        """Return the fewest multiply-adds of a candidate, given members that were filled up to the limits."""
-        most = max(self._macs(genes) for genes in filled)
+        """Return the fewest multiply-adds that a candidate may have.
+
+        Args:
+            limits: Limits of the device.
+            filled: Members that were enlarged up to the limits.
+        """
+        max_macs = max(self._macs(genes) for genes in filled)
         aim = limits.macs or math.inf
-        return self.options.floor * (aim if most >= self.options.floor * aim else most)
+        return self.options.floor * (aim if max_macs >= self.options.floor * aim else max_macs)
 
     def _exhaust(self, task: _Task) -> None:
         if not self.is_enumerable:
             raise ConfigError(
-                f"an exhaustive search of {self.space.name} was asked for; it has {self.space.num_configs:.3g} "
-                f'configurations, and at most {MAX_ENUMERATED:,} are enumerated. strategy="evolution" fits.'
+                f"an exhaustive search of {self.space.name} was asked for; it has "
+                f"{self.space.num_configs:.3g} "
+                f"configurations, and at most {MAX_ENUMERATED:,} are enumerated. "
+                'strategy="evolution" fits.'
             )
         places = np.flatnonzero(self._fitting(task.limits) & (self._column("macs") >= task.least))
-        task.fitness([self._all[place] for place in places])
+        task.fitness([self._all[index] for index in places])
 
     def _evolve(self, task: _Task, filled: Sequence[Genes], watch: Watch | None) -> None:
-        """Evolve a population by PyGAD: tournaments, uniform crossing, and mutation of single choices.
+        """Evolve a population by PyGAD: tournaments, uniform crossing, and mutation of single
+        choices.
 
-        After every mutation configurations are moved back to the limits (`_fill`), so that nearly all of a
-        generation are candidates. The two best are kept from generation to generation.
+        After every mutation configurations are moved back to the limits (`_fill`), so that nearly
+        all of a generation are candidates. The two best are kept from generation to generation.
         """
         pygad = _pygad()
         options = self.options
@@ -381,34 +402,36 @@ class Search:
     def _draw(self, limits: Limits, count: int) -> list[Found]:
         """Draw configurations until `count` are within the limits and `tolerance` of them.
 
-        The released code does so for one. If none of `draws` is, the last one is filled up to the limits.
+        The released code does so for one. If none of `draws` is, the last one is filled up to the
+        limits.
         """
         random = np.random.default_rng([self.options.seed, 2])
         capacity = self.capacity(limits)
-        least = (1 - self.options.tolerance) * capacity
-        drawn: dict[Genes, None] = {}
+        min_macs = (1 - self.options.tolerance) * capacity
+        candidates: dict[Genes, None] = {}
         for _ in range(self.options.draws):
             genes = self._genome.random(random)
-            if self._macs(genes) >= least and not self._exceeds(genes, limits):
-                drawn[genes] = None
-            if len(drawn) == count:
+            if self._macs(genes) >= min_macs and not self._exceeds(genes, limits):
+                candidates[genes] = None
+            if len(candidates) == count:
                 break
-        if not drawn:
-            genes = self._fill(genes, limits, least, random)
-            drawn[
+        if not candidates:
+            genes = self._fill(genes, limits, min_macs, random)
+            candidates[
                 genes
                 if self._macs(genes) >= self.options.floor * capacity
                 else self._filled(limits)[0]
             ] = None
-        scores = self.score([self._genome.config(genes) for genes in drawn])
-        ranked = sorted(zip(scores.tolist(), drawn, strict=True), reverse=True)
-        return [self._found(genes, score, limits, len(drawn)) for score, genes in ranked]
+        scores = self.score([self._genome.config(genes) for genes in candidates])
+        ranked = sorted(zip(scores.tolist(), candidates, strict=True), reverse=True)
+        return [self._found(genes, score, limits, len(candidates)) for score, genes in ranked]
 
     def sample(self, count: int, seed: int = 0) -> list[Config]:
-        """Draw different members whose multiply-adds are spread evenly between the smallest and the largest.
+        """Draw different members, half of them with evenly spread multiply-adds.
 
-        Choices that are drawn uniformly give multiply-adds close to the middle, so that a predictor fitted on them
-        would know nothing about small and large members. Every second member is drawn that way.
+        Uniformly drawn choices give multiply-adds close to the middle. A predictor that is fitted
+        on them alone would be inaccurate for small and large members. Every second member is drawn
+        uniformly, the others have random limits between the smallest and the largest member.
 
         Args:
             count: Number of members. A space with fewer gives all of them.
@@ -418,16 +441,16 @@ class Search:
         low, high = (
             self.meter.cost(config).macs for config in (self.space.smallest, self.space.largest)
         )
-        drawn: dict[Genes, None] = {}
-        while len(drawn) < min(count, self.space.num_configs):
+        members: dict[Genes, None] = {}
+        while len(members) < min(count, self.space.num_configs):
             genes = self._genome.random(random)
-            if len(drawn) % 2 or genes in drawn:
+            if len(members) % 2 or genes in members:
                 limit = float(random.uniform(low, high))
                 genes = self._fill(genes, Limits(macs=limit), limit, random)
-            drawn[genes] = None
-        return [self._genome.config(genes) for genes in drawn]
+            members[genes] = None
+        return [self._genome.config(genes) for genes in members]
 
-    # --- configurations that fill a limit -----------------------------------------------------------------------
+    # --- configurations that fill a limit --------------------------------------------------------
 
     @property
     def is_enumerable(self) -> bool:
@@ -453,7 +476,8 @@ class Search:
         return fits
 
     def _filled(self, limits: Limits) -> list[Genes]:
-        """Return members within the limits that use as many multiply-adds as they can, the largest first.
+        """Return members within the limits that use as many multiply-adds as they can, the largest
+        first.
 
         In a small space the first has the most multiply-adds of all members within the limits.
         """
@@ -467,7 +491,7 @@ class Search:
         return sorted(filled, key=lambda genes: (-self._macs(genes), genes))
 
     def _fill(self, genes: Genes, limits: Limits, aim: float, random: np.random.Generator) -> Genes:
-        """Shrink single choices until a configuration is within the limits, then enlarge some while it stays so.
+        """Shrink a configuration until it is within the limits, then enlarge it up to the limits.
 
         Args:
             genes: Configuration to start from.
@@ -480,8 +504,8 @@ class Search:
         grows = True
         while grows and self._macs(genes) < aim:
             grows = False
-            for place in random.permutation(self._genome.larger(genes)):
-                larger = self._genome.moved(genes, int(place), 1)
+            for index in random.permutation(self._genome.larger(genes)):
+                larger = self._genome.moved(genes, int(index), 1)
                 if not self._exceeds(larger, limits):
                     genes = larger
                     grows = True
@@ -505,7 +529,9 @@ class _Task:
         )
 
     def fitness(self, rows: Sequence[Genes]) -> list[float]:
-        """Return the scores of candidates. Other configurations rank below all candidates, and are not scored."""
+        """Return the scores of candidates. Other configurations rank below all candidates, and are
+        not scored.
+        """
         new = [
             genes
             for genes in dict.fromkeys(rows)
@@ -523,7 +549,8 @@ def _pygad() -> Any:
         import pygad
     except ImportError as error:
         raise ConfigError(
-            "a search by evolution was asked for; it needs PyGAD: pip install 'fedquilt[search]'. "
+            "a search by evolution was asked for; it needs PyGAD, which is not installed: "
+            f"{how_to_install('search')}. "
             'strategy="random" needs nothing.'
         ) from error
     return pygad

@@ -1,4 +1,4 @@
-"""A service that gives every device of a fleet a member within its limits, from a few distinct members."""
+"""A service that gives every device a member within its limits, from a few distinct members."""
 
 from __future__ import annotations
 
@@ -15,40 +15,44 @@ from fedquilt.supernet.search import Found, Search
 from fedquilt.supernet.space import Config
 from fedquilt.terms import Budget
 
-SERVICE_FLOOR = 0.95  # of a chosen limit's multiply-adds; see `SearchService`
+SERVICE_FLOOR = 0.95  # Least share of a limit's multiply-adds that a member has: `SearchService`.
 
-Watch = Callable[
-    [int, int], None
-]  # is called with the number of searches that are done and of all searches
+# is called with the number of searches that are done and of all searches
+Watch = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Utilization:
     """The share of the devices' limits that their members use."""
 
-    share: float  # mean multiply-adds of the devices' members / mean limit
-    common: float  # the same if all devices used the member of the weakest of them
-    num_members: int  # distinct members in use
+    share: float  # Mean multiply-adds of the devices' members divided by the mean limit.
+    common: float  # The same share if all devices used the member of the weakest device.
+    num_members: int  # Number of distinct members in use.
 
     def __str__(self) -> str:
-        return f"{self.share:.1%} with {self.num_members} members, {self.common:.1%} with one common member"
+        return (
+            f"{self.share:.1%} with {self.num_members} members, {self.common:.1%} with one "
+            "common member"
+        )
 
 
 class SearchService:
     """A service that gives devices members of a space, at most `num_members` distinct ones.
 
-    Few members matter because clients with the same architecture are trained as one stack. `prepare` chooses the
-    limits for which members are searched such that a fleet uses as many multiply-adds as possible. Each device gets
-    the largest member within all of its limits.
+    Few members matter because clients with the same architecture are trained as one stack.
+    `prepare` chooses the limits for which members are searched such that a fleet uses as many
+    multiply-adds as possible. Each device gets the largest member within all of its limits.
 
-    A device that comes later is served while a run is in progress. It gets a member that exists if that uses enough
-    of its limit or if there are `num_members` already. Else a member is searched for it.
+    A device that comes later is served while a run is in progress. It gets a member that exists if
+    that uses enough of its limit or if there are `num_members` already. Else a member is searched
+    for it.
 
-    Two losses add up in the utilisation: a device's limit is rounded down to one of a few, and a member is below its
-    limit. So the service's searches use a floor of `SERVICE_FLOOR`, which is higher than that of a single search.
+    Two losses add up in the utilisation: a device's limit is rounded down to one of a few, and a
+    member is below its limit. So the service's searches use a floor of `SERVICE_FLOOR`, which is
+    higher than that of a single search.
 
-    All methods may be called by several threads. A search in one thread does not delay answers from members that
-    exist. Every member is built once.
+    All methods may be called by several threads. A search in one thread does not delay answers from
+    members that exist. Every member is built once.
     """
 
     def __init__(
@@ -62,8 +66,8 @@ class SearchService:
         Args:
             search: Search in a space. Its floor is raised to `SERVICE_FLOOR`.
             num_members: Number of distinct members, at most.
-            build: Function that makes the module of a configuration, such as `Supernet.member`. None: the space's,
-                with fresh weights.
+            build: Function that makes the module of a configuration, such as `Supernet.member`.
+                None: the space's, with fresh weights.
         """
         self.num_members = num_members
         within(self, num_members="[1, inf)")
@@ -73,9 +77,8 @@ class SearchService:
         self.num_builds = 0
         self._build = build or self.search.space.member
         self._members: tuple[Found, ...] = ()  # replaced as a whole, so that readers need no lock
-        self._searched: set[Limits] = (
-            set()
-        )  # for which a search was made, so that none is made twice
+        # Limits that were searched, so that no search is repeated.
+        self._searched: set[Limits] = set()
         self._modules: dict[Config, nn.Module] = {}
         self._searching = threading.Lock()
         self._building = threading.Lock()
@@ -90,24 +93,25 @@ class SearchService:
 
         Args:
             fleet: Number of devices with each budget or limits, such as `Fleet.counts`.
-            watch: Is called after each search.
+            watch: Function that is called after each search. None: no calls.
 
         Returns:
             The members, in ascending order of multiply-adds.
 
         Raises:
-            BudgetError: No member is within the limits of some device. The message names the smallest member.
+            BudgetError: No member is within the limits of some device. The message names the
+                smallest member.
         """
         counts = limits_of(fleet)
         for limits in counts:
             self.search.check(limits)
         with self._searching:
             free = self.num_members - len(self._members)
-            chosen = choose_limits(counts, self.search.capacity, free) if free > 0 else ()
-            for done, limits in enumerate(chosen, start=1):
+            chosen_limits = choose_limits(counts, self.search.capacity, free) if free > 0 else ()
+            for done, limits in enumerate(chosen_limits, start=1):
                 self._add(limits)
                 if watch:
-                    watch(done, len(chosen))
+                    watch(done, len(chosen_limits))
         return self._members
 
     def query(self, budget: Budget | Limits) -> Found:
@@ -117,8 +121,8 @@ class SearchService:
             budget: Limits of the device.
 
         Raises:
-            BudgetError: No member is within the limits. The message names the smallest that the service has, or that
-                of the space if the service may still search.
+            BudgetError: No member is within the limits. The message names the smallest that the
+                service has, or that of the space if the service may still search.
         """
         limits = Limits.of(budget)
         member = self._largest_within(limits)
@@ -132,8 +136,10 @@ class SearchService:
         if member is None:
             smallest = self._members[0]
             raise BudgetError(
-                f"a member within {limits} was asked for; the service has its {self.num_members} members already, "
-                f"and the smallest, {smallest.name}, has {smallest.costs}. A larger num_members or limits that allow "
+                f"a member within {limits} was asked for; the service has its {self.num_members} "
+                "members already, "
+                f"and the smallest, {smallest.name}, has {smallest.costs}. A larger num_members or "
+                "limits that allow "
                 "this member would work."
             )
         return member
@@ -147,14 +153,15 @@ class SearchService:
             return self._modules[config]
 
     def utilization(self, fleet: DeviceCounts, spent: float = 0.0) -> Utilization:
-        """Return how much of a fleet's limits its members use, beside one common member.
+        """Return the share of a fleet's limits that its members use, and that of a common member.
 
-        The limit of a device without a limit on multiply-adds is the most that a member within its other limits has.
+        The limit of a device without a limit on multiply-adds is the most that a member within its
+        other limits has.
 
         Args:
             fleet: Number of devices with each budget or limits.
-            spent: Multiply-adds that every device uses besides its member, and that its limits here do not include. 0
-                if it uses the member alone.
+            spent: Multiply-adds that every device uses besides its member, and that its limits here
+                do not include. 0 if it uses the member alone.
         """
         used: list[float] = []
         bounds: list[float] = []
@@ -171,22 +178,30 @@ class SearchService:
         return Utilization(utilization(used, bounds), utilization([common], bounds), len(members))
 
     def _add(self, limits: Limits) -> None:
-        found = self.search.best(limits)
+        new_member = self.search.best(limits)
         self.num_searches += 1
         self._searched.add(limits)
-        others = [member for member in self._members if member.config != found.config]
+        other_members = [member for member in self._members if member.config != new_member.config]
         self._members = tuple(
-            sorted([*others, found], key=lambda member: (member.costs.macs, str(member.config)))
+            sorted(
+                [*other_members, new_member],
+                key=lambda member: (member.costs.macs, str(member.config)),
+            )
         )
 
     def _largest_within(self, limits: Limits) -> Found | None:
         meter = self.search.meter
         return next(
-            (one for one in reversed(self._members) if not meter.exceeded(one.config, limits)), None
+            (
+                member
+                for member in reversed(self._members)
+                if not meter.exceeded(member.config, limits)
+            ),
+            None,
         )
 
     def _needs_search(self, member: Found | None, limits: Limits) -> bool:
-        """Return True if there is room for another member, and what exists leaves much of the limits unused."""
+        """Return True if a new member is allowed, and `member` uses too little of the limits."""
         if len(self._members) >= self.num_members or limits in self._searched:
             return False
         return (

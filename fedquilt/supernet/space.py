@@ -34,7 +34,7 @@ from fedquilt.family.cost import TrainingStep
 from fedquilt.supernet.blocks import BlockSpec, MemberCost
 from fedquilt.supernet.memory import saved_bytes
 
-HEAD = "head"  # name of the block that classifies
+HEAD = "head"  # Name of the block that classifies.
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Config:
     widths: tuple[float, ...] = ()  # Kept share of channels, by stage. Empty: no choice.
 
     def to_json(self) -> dict[str, list[float]]:
-        """Return the configuration as lists that JSON can hold."""
+        """Return the configuration as lists that JSON can represent."""
         return {kind: list(getattr(self, kind)) for kind in KINDS}
 
     @classmethod
     def from_json(cls, value: Any) -> Config:
-        """Read what `to_json` returned.
+        """Create a configuration from the result of `to_json`.
 
         Raises:
             ConfigError: `value` is no table of lists of numbers with these names.
@@ -71,12 +71,13 @@ class Config:
         return cls(**{kind: tuple(numbers) for kind, numbers in value.items()})
 
 
+# fields of `Config`, in the order of `choices`
 KINDS = (
     "depths",
     "expansions",
     "kernels",
     "widths",
-)  # fields of `Config`, in the order of `choices`
+)
 
 
 def _is_number(value: Any) -> bool:
@@ -101,7 +102,8 @@ class SpaceChoice:
     index: int  # Position in that field.
     options: tuple[float, ...]  # Values that it may take, ascending.
     stage: int  # Stage to which the choice belongs.
-    block: int | None = None  # Position of the block in its stage. None: it is of the stage.
+    # Position of the block in its stage. None: the choice is one of the whole stage.
+    block: int | None = None
 
     @property
     def name(self) -> str:
@@ -118,7 +120,7 @@ class BlockChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class Space(ABC):
-    """A set of configurations, and the net that each stands for."""
+    """A set of configurations, each of which describes a net."""
 
     image_size: int = 32  # Height and width of the images.
     in_channels: int = 3  # Channels of the images.
@@ -144,17 +146,19 @@ class Space(ABC):
 
     def kept_blocks(self, config: Config) -> list[list[BlockChoice]]:
         """Return the choices of the blocks that are kept, by stage and position."""
-        kept: list[list[BlockChoice]] = []
+        choices_by_stage: list[list[BlockChoice]] = []
         first = 0
         for stage, depth in zip(self.stages, config.depths, strict=True):
             stop = first + depth
             expansions = config.expansions[first:stop]
             kernels = config.kernels[first:stop] if config.kernels else (0,) * depth
-            kept.append([BlockChoice(*pair) for pair in zip(expansions, kernels, strict=True)])
+            choices_by_stage.append(
+                [BlockChoice(*pair) for pair in zip(expansions, kernels, strict=True)]
+            )
             first += stage.depths[-1]
-        return kept
+        return choices_by_stage
 
-    # --- choices ---
+    # --- choices ---------------------------------------------------------------------------------
 
     @property
     def choices(self) -> tuple[SpaceChoice, ...]:
@@ -212,8 +216,8 @@ class Space(ABC):
         self.check(config)
         values = []
         for choice, value in zip(self.choices, self.flat(config), strict=True):
-            kept = self.is_kept(choice, config)
-            values.append(_option(choice, value) if kept else choice.options[0])
+            is_kept = self.is_kept(choice, config)
+            values.append(_option(choice, value) if is_kept else choice.options[0])
         return self._config(values)
 
     def _config(self, values: Sequence[float]) -> Config:
@@ -221,13 +225,13 @@ class Space(ABC):
         options: dict[str, list[Any]] = {kind: [] for kind in KINDS}
         for choice, value in zip(self.choices, values, strict=True):
             options[choice.kind].append(value)
-        return Config(**{kind: tuple(found) for kind, found in options.items()})
+        return Config(**{kind: tuple(entries) for kind, entries in options.items()})
 
     def check(self, config: Config) -> None:
-        """Check that a configuration is one of the space.
+        """Refuse a configuration that is outside of the space.
 
         Raises:
-            ConfigError: It is not. The message lists every choice that is wrong, with its options.
+            ConfigError: The message lists every choice that is wrong, with its options.
         """
         problems = []
         for kind in KINDS:
@@ -245,7 +249,7 @@ class Space(ABC):
                 f"A configuration is outside of the space {self.name}: {'; '.join(problems)}.",
             )
 
-    # --- drawing ---
+    # --- drawing ---------------------------------------------------------------------------------
 
     def sample(self, generator: torch.Generator) -> Config:
         """Draw every choice uniformly from its options."""
@@ -255,12 +259,12 @@ class Space(ABC):
         )
 
     def mutate(self, config: Config, generator: torch.Generator, probability: float) -> Config:
-        """Draw some choices anew.
+        """Draw some choices of a configuration again.
 
         Args:
             config: Configuration to start from.
             generator: Source of random numbers.
-            probability: Probability with which each choice is drawn anew. 0 returns `config`.
+            probability: Probability with which each choice is drawn again. 0 returns `config`.
         """
         count = len(self.choices)
         changes = torch.rand(count, generator=generator, dtype=torch.float64).tolist()
@@ -276,6 +280,11 @@ class Space(ABC):
         """Take every choice from one of two configurations, each with probability 1/2.
 
         Choices of a block that only one of them keeps come from that one.
+
+        Args:
+            a: First configuration.
+            b: Second configuration.
+            generator: Source of random numbers.
         """
         picks = torch.rand(len(self.choices), generator=generator, dtype=torch.float64).tolist()
         values = []
@@ -294,7 +303,7 @@ class Space(ABC):
             features.append(value / choice.options[-1] if self.is_kept(choice, config) else 0.0)
         return features
 
-    # --- nets ---
+    # --- nets ------------------------------------------------------------------------------------
 
     def cost(self, config: Config) -> MemberCost:
         """Count multiply-adds and parameters of a configuration, without building its net."""
@@ -331,15 +340,15 @@ def nested(blocks: Mapping[str, nn.Module]) -> nn.Sequential:
     """Arrange modules by their dotted names in nested `nn.Sequential`s."""
     groups: OrderedDict[str, Any] = OrderedDict()
     for path, module in blocks.items():
-        first, _, rest = path.partition(".")
-        if rest:
-            groups.setdefault(first, {})[rest] = module
+        first, _, inner_path = path.partition(".")
+        if inner_path:
+            groups.setdefault(first, {})[inner_path] = module
         else:
             groups[first] = module
-    arranged = OrderedDict[str, nn.Module]()
+    ranked = OrderedDict[str, nn.Module]()
     for name, entry in groups.items():
-        arranged[name] = nested(entry) if isinstance(entry, dict) else entry
-    return nn.Sequential(arranged)
+        ranked[name] = nested(entry) if isinstance(entry, dict) else entry
+    return nn.Sequential(ranked)
 
 
 @lru_cache(64)

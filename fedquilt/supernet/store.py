@@ -1,7 +1,8 @@
-"""Supernets on disk: safetensors files that are whole or refused.
+"""Supernets on disk, as safetensors files with a checksum.
 
-A file has the tensors, and as JSON in its header: format, version, the space with its fields, and a
-checksum over all of it. Training checkpoints have the same format and another kind.
+A file has the tensors, and a header in JSON with format, version, the space with its fields, and a
+checksum of everything. Truncated or damaged files are refused. Training checkpoints have the same
+format with another `kind`.
 """
 
 from __future__ import annotations
@@ -18,23 +19,24 @@ import torch
 from torch import Tensor
 
 from fedquilt.errors import ConfigError, RecordError
-from fedquilt.files import Blob, why, write
+from fedquilt.storage.files import Blob, why, write
+from fedquilt.storage.tensor_files import TensorFile, check_finite
 from fedquilt.supernet.elastic import Supernet
 from fedquilt.supernet.space import HEAD, Space
 from fedquilt.supernet.spaces import SPACES
-from fedquilt.tensor_files import TensorFile, check_finite
 
 FORMAT = "fedquilt-supernet"
 VERSION = 1
 
 
 def save_supernet(supernet: Supernet, path: str | Path, **about: Any) -> None:
-    """Write a supernet to a file, whole or not at all.
+    """Write a supernet to a file atomically.
 
     Args:
-        supernet: The supernet.
-        path: The file. One that is there is replaced.
-        about: Further values that JSON can hold, for example how the supernet was trained.
+        supernet: Supernet to write.
+        path: Path of the file. An existing file is replaced.
+        about: Further values for the header, such as the settings of the training. JSON must be
+            able to represent them.
 
     Raises:
         RecordError: The file could not be written.
@@ -51,9 +53,9 @@ def load_supernet(
 
     Args:
         path: A file that `save_supernet` or `fedquilt supernet train` wrote.
-        space: The space that is expected, needed for a space of your own. A class takes its fields
-            from the file. A space may differ in its number of classes alone, because the file has
-            that of the pre-training task. None: a built-in space.
+        space: Expected space, or its class. It is required for a space that is not built in. A
+            class takes its fields from the file. Only the number of classes may differ, because the
+            file has that of the pre-training task. None: a built-in space.
         device: Device of the weights.
 
     Raises:
@@ -61,27 +63,27 @@ def load_supernet(
     """
     path = Path(path)
     note, tensors = read_tensors(path, "supernet")
-    found = space_of(note["space"], path, space)
-    supernet = Supernet(found)
+    file_space = space_of(note["space"], path, space)
+    supernet = Supernet(file_space)
     _load(supernet, tensors, path)
     return supernet.to(device).eval()
 
 
 def read_about(path: str | Path) -> dict[str, Any]:
-    """Return what a supernet file says of itself: its space, and how it was trained."""
+    """Return the header of a supernet file: its space, and how it was trained."""
     note, _ = read_tensors(Path(path), "supernet")
     return note
 
 
 def import_weights(space: Space, path: str | Path) -> Supernet:
-    """Make a supernet from weights of the largest net, for example from public ImageNet weights.
+    """Create a supernet from weights of the largest net, such as public ImageNet weights.
 
     The names are those of `space.member(space.largest)`. `fedquilt supernet show SPACE --names`
-    prints them. All are needed, except `num_batches_tracked`. The number of classes is read off
-    the classifier. Kernel transforms start as the identity.
+    prints them. All are required, except `num_batches_tracked`. The shape of the classifier gives
+    the number of classes. Kernel transforms start as the identity.
 
     Args:
-        space: The space whose largest net the weights are.
+        space: Space to whose largest net the weights belong.
         path: A .safetensors file, or a state dict that `torch.save` wrote as .pt or .pth. Pickled
             objects other than tensors are refused.
 
@@ -142,7 +144,7 @@ def _is_state_dict(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(entry, Tensor) for entry in value.values())
 
 
-# --- the format ---
+# --- the format ---------------------------------------------------------------------------------
 
 
 def write_tensors(
@@ -152,14 +154,14 @@ def write_tensors(
     tensors: Mapping[str, Tensor],
     about: Mapping[str, Any],
 ) -> None:
-    """Write tensors with a header that says what they are.
+    """Write tensors with a header that describes them.
 
     Args:
-        path: The file.
+        path: Path of the file.
         kind: "supernet", or "training" for a checkpoint.
         space: Space of the supernet.
         tensors: Tensors by name.
-        about: Further values that JSON can hold.
+        about: Further values for the header. JSON must be able to represent them.
     """
     note = {"format": FORMAT, "version": VERSION, "kind": kind, "space": space_note(space), **about}
     try:
@@ -170,7 +172,11 @@ def write_tensors(
 
 
 def read_tensors(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read what `write_tensors` wrote: its note, and its tensors by name.
+    """Read the header and the tensors of a file that `write_tensors` wrote.
+
+    Args:
+        path: Path of the file.
+        kind: Expected kind: "supernet", or "training" for a checkpoint.
 
     Raises:
         RecordError: The file is truncated, damaged, of another version, or of another kind.
@@ -179,13 +185,14 @@ def read_tensors(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tenso
         note = file.note
         if not isinstance(note, dict) or not {"format", "version", "kind", "space"} <= note.keys():
             raise RecordError(
-                f"{path} is no supernet file. `fedquilt supernet train` and `import` write such files.",
+                f"{path} is no supernet file. `fedquilt supernet train` and `import` write such "
+                "files.",
             )
-        found, version = note["format"], note["version"]
-        if found != FORMAT or version != VERSION:
+        file_format, version = note["format"], note["version"]
+        if file_format != FORMAT or version != VERSION:
             raise RecordError(
-                f"{path} is a file of format {found!r}, version {version!r}; this fedquilt reads "
-                f"{FORMAT!r}, version {VERSION}. Train or import the supernet again.",
+                f"{path} is a file of format {file_format!r}, version {version!r}; this fedquilt "
+                f"reads {FORMAT!r}, version {VERSION}. Train or import the supernet again.",
             )
         tensors = file.tensors(torch.device("cpu"), sealed=True)
     if note["kind"] != kind:
@@ -207,7 +214,7 @@ def read_tensors(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tenso
 
 
 def space_note(space: Space) -> dict[str, Any]:
-    """Return a space as values that JSON can hold."""
+    """Return the name and fields of a space, as values that JSON can represent."""
     return {"name": space.name, "fields": json.loads(json.dumps(asdict(space)))}
 
 
@@ -215,12 +222,13 @@ def space_of(note: Mapping[str, Any], path: Path, expected: Space | type[Space] 
     """Return the space of a file.
 
     Args:
-        note: The space as the file has it.
-        path: The file.
-        expected: The space or its class that is expected. None: any built-in one.
+        note: Name and fields of the space in the file.
+        path: Path of the file, for error messages.
+        expected: Expected space, or its class. None: any built-in space.
 
     Raises:
-        RecordError: It is not the expected one, or is not built in and none was given.
+        RecordError: The file has another space, or one that is not built in while `expected` is
+            None.
     """
     name, fields = note["name"], note["fields"]
     if expected is None:
@@ -239,17 +247,20 @@ def space_of(note: Mapping[str, Any], path: Path, expected: Space | type[Space] 
 
 
 def _filled(kind: type[Space], fields: Mapping[str, Any], path: Path) -> Space:
-    """Return a space with the fields of a file that it has. Others are reported later."""
+    """Create a space with the fields of a file. Unknown fields are ignored here.
+
+    `_check_same` reports them later.
+    """
     names = {field.name for field in dataclass_fields(kind)}
-    known = {key: _as_tuple(value) for key, value in fields.items() if key in names}
+    known_fields = {key: _as_tuple(value) for key, value in fields.items() if key in names}
     try:
-        return kind(**known)
+        return kind(**known_fields)
     except (TypeError, ValueError) as error:
         raise RecordError(f"{path} does not fit the space {kind.name!r}: {error}.") from error
 
 
 def _check_same(asked: Mapping[str, Any], found: Mapping[str, Any], path: Path) -> None:
-    """Check that a file is of the space that was asked for."""
+    """Refuse a file whose space differs from the requested one."""
     if asked == found:
         return
     keys = {**asked["fields"], **found["fields"]}

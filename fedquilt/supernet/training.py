@@ -24,18 +24,18 @@ from torch.nn import functional as F
 
 from fedquilt import noise
 from fedquilt.data import Pool
-from fedquilt.devices import device_of
 from fedquilt.errors import ConfigError, DataError, DivergenceError, RecordError
-from fedquilt.precision import Precision, computing
+from fedquilt.hardware.device import device_of
+from fedquilt.hardware.precision import Precision, computing
 from fedquilt.supernet.elastic import Supernet, recalibrate
 from fedquilt.supernet.space import Config, Space, SpaceChoice
 from fedquilt.supernet.store import read_tensors, save_supernet, space_of, write_tensors
 
 Labels = Literal["rotations", "own"]
 NUM_ROTATIONS = 4
-CHECKPOINT = ".training"  # ending of the checkpoint beside the file that a training will write
+CHECKPOINT = ".training"  # Suffix that a checkpoint adds to the name of the final file.
 
-# Streams of random numbers: the same seed draws each of them independently.
+# Streams of random numbers, which are independent for the same seed.
 _ORDER, _CONFIG, _AUGMENT = 1, 2, 3
 
 
@@ -58,7 +58,7 @@ def rotations(images: Tensor) -> tuple[Tensor, Tensor]:
 class SupernetData:
     """Images for pre-training, with labels or without."""
 
-    images: Tensor  # (sample, channel, height, width) Real numbers, as the nets see them.
+    images: Tensor  # (sample, channel, height, width) Scaled images, as the nets get them.
     labels: Tensor | None = None  # (sample,) Classes from 0 on. None: rotations are the labels.
     num_classes: int = NUM_ROTATIONS  # Number of classes.
 
@@ -88,7 +88,7 @@ class SupernetData:
                 "own" takes the training images with their classes.
 
         Raises:
-            DataError: The pool has no images, or no classes where these were asked for.
+            DataError: The pool has no images, or no classes although `labels` is "own".
         """
         if labels == "own" and not pool.num_classes:
             raise DataError(
@@ -115,24 +115,24 @@ class SupernetData:
         return SupernetData(self.images.to(device), labels, self.num_classes)
 
     def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images and labels of some rows, each row four times if labels are rotations."""
+        """Return images and labels of some rows. Rotations give four samples for each row."""
         rows = rows.to(self.images.device)
         if self.labels is None:
             return rotations(self.images[rows])
         return self.images[rows], self.labels[rows]
 
     def fit(self, space: Space) -> Space:
-        """Return the space for the classes of the data.
+        """Return the space with the number of classes of the data.
 
         Raises:
-            DataError: The images have another shape than those of the space.
+            DataError: The shape of the images is not that of the space.
         """
-        wanted = (space.in_channels, space.image_size, space.image_size)
-        found = tuple(self.images.shape[1:])
-        if found != wanted:
+        expected_shape = (space.in_channels, space.image_size, space.image_size)
+        image_shape = tuple(self.images.shape[1:])
+        if image_shape != expected_shape:
             raise DataError(
-                f"The space {space.name} takes images of shape {wanted}; found {found}. "
-                "Set image_size and in_channels of the space to those of the data.",
+                f"The space {space.name} takes images of shape {expected_shape}; found "
+                f"{image_shape}. Set image_size and in_channels of the space to those of the data.",
             )
         return space.with_classes(self.num_classes)
 
@@ -161,41 +161,43 @@ class SupernetTraining:
             "batch_size": self.batch_size,
             "calibration": self.calibration,
         }
-        wrong: dict[str, float] = {name: value for name, value in positive.items() if value < 1}
+        invalid: dict[str, float] = {name: value for name, value in positive.items() if value < 1}
         rates = {"lr": self.lr, "phase_lr": self.phase_lr}
-        wrong |= {name: value for name, value in rates.items() if not 0 < value < math.inf}
-        others = {
+        invalid |= {name: value for name, value in rates.items() if not 0 < value < math.inf}
+        nonnegative = {
             "phase_epochs": self.phase_epochs,
             "weight_decay": self.weight_decay,
             "crop": self.crop,
         }
-        wrong |= {name: value for name, value in others.items() if not value >= 0}
-        if wrong:
+        invalid |= {name: value for name, value in nonnegative.items() if not value >= 0}
+        if invalid:
             raise ConfigError(
-                f"{', '.join(f'{name} = {value}' for name, value in wrong.items())} was asked for; "
-                "epochs, batch_size, calibration and rates must be above 0, the others at least 0.",
+                f"{', '.join(f'{name} = {value}' for name, value in invalid.items())} was asked "
+                "for; epochs, batch_size, calibration and rates must be above 0, the others at "
+                "least 0.",
             )
 
 
-PHASE_KINDS = ("kernels", "depths", "expansions", "widths")  # in the order in which they open
+PHASE_KINDS = ("kernels", "depths", "expansions", "widths")  # Order in which choices are opened.
+# Members that are trained in each step, by phase.
 NETS_PER_STEP = {"largest": 1, "kernels": 1, "depths": 2, "expansions": 4, "widths": 4}
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of progressive shrinking: the choices that are open, and the nets of a step.
+    """One phase of progressive shrinking, which opens options of one kind of choice.
 
-    Choices of kinds that open later are frozen at their largest option. Kernel transforms are
-    frozen before the kernel phase. Norm statistics of the largest net are frozen in every shrinking
-    phase and measured anew after it.
+    Choices of later kinds have their largest option. Kernel transforms are frozen before the kernel
+    phase. Norm statistics of the largest net are frozen in every shrinking phase, and measured
+    again after it.
     """
 
     kind: str  # Kind of choice that the phase opens, or "largest" before any is open.
-    num_options: int  # How many options of this kind are open, counted from the largest one.
+    num_options: int  # Number of open options of this kind, counted from the largest one.
 
     @property
     def name(self) -> str:
-        """Return a name for people, such as "depths (2 options)"."""
+        """Return a readable name, such as "depths (2 options)"."""
         return self.kind if self.kind == "largest" else f"{self.kind} ({self.num_options} options)"
 
     @property
@@ -213,10 +215,10 @@ class Phase:
         if self.kind == "largest":
             return choice.options[-1:]
         opens = PHASE_KINDS.index(choice.kind)
-        now = PHASE_KINDS.index(self.kind)
-        if opens < now:
+        current = PHASE_KINDS.index(self.kind)
+        if opens < current:
             return choice.options
-        return choice.options[-self.num_options :] if opens == now else choice.options[-1:]
+        return choice.options[-self.num_options :] if opens == current else choice.options[-1:]
 
     def sample(self, space: Space, generator: torch.Generator) -> Config:
         """Draw a member from the options that are open."""
@@ -233,15 +235,15 @@ def phases(space: Space) -> list[Phase]:
 
     Kernels open at once. The other kinds open their two largest options first, then all.
     """
-    found = [Phase("largest", 1)]
+    phase_list = [Phase("largest", 1)]
     for kind in PHASE_KINDS:
-        most = max(
+        num_options = max(
             (len(choice.options) for choice in space.choices if choice.kind == kind),
             default=1,
         )
-        steps = {most} if kind == "kernels" else {min(2, most), most}
-        found += [Phase(kind, count) for count in sorted(steps) if count > 1]
-    return found
+        steps = {num_options} if kind == "kernels" else {min(2, num_options), num_options}
+        phase_list += [Phase(kind, count) for count in sorted(steps) if count > 1]
+    return phase_list
 
 
 @dataclass(frozen=True)
@@ -272,18 +274,18 @@ def train_supernet(
     """Train a supernet by progressive shrinking (equation 1).
 
     The result depends on space, data, settings and the kind of device alone. A training that was
-    killed and resumed ends with the same weights as one in one go; on a GPU this needs
+    killed and resumed ends with the same weights as an uninterrupted one. On a GPU this requires
     `torch.use_deterministic_algorithms(True)`.
 
     Args:
-        space: The space. Its number of classes is replaced by that of the data.
+        space: Search space. Its number of classes is replaced by that of the data.
         data: Images, with labels or to be rotated.
         settings: Epochs, rates and the random seed.
         out: File for the trained supernet. A checkpoint is kept beside it after every epoch. None
             writes nothing.
         resume: True continues from the checkpoint beside `out`, if there is one.
         device: Device to train on, such as "cpu" or "cuda".
-        watch: Called after every epoch.
+        watch: Function that is called after every epoch. None: no calls.
 
     Returns:
         The supernet in evaluation mode, on `device`.
@@ -306,14 +308,14 @@ def train_supernet(
             watch(progress)
     supernet = trainer.supernet.eval()
     if out is not None and checkpoint is not None:
-        save_supernet(supernet, out, training=trainer.identity)
+        save_supernet(supernet, out, training=trainer.fingerprint)
         with suppress(OSError):
             checkpoint.unlink(missing_ok=True)
     return supernet
 
 
 class _Trainer:
-    """A training between two epochs: everything that a checkpoint has."""
+    """State of a training between two epochs, which a checkpoint stores."""
 
     def __init__(
         self,
@@ -325,7 +327,7 @@ class _Trainer:
         self.space = space
         self.settings = settings
         self.device = device
-        self.identity = {
+        self.fingerprint = {
             "settings": asdict(settings),
             "labels": "rotations" if data.labels is None else "own",
             "images": len(data.images),
@@ -334,16 +336,16 @@ class _Trainer:
         self.data = data.to(device)
         self.supernet = Supernet(space, settings.seed).to(device)
         self.phases = [phase for phase in phases(space) if self._num_epochs(phase)]
-        self.phase = 0  # phase that is trained next, or its number of phases if all are done
-        self.epoch = 0  # epochs of it that are done
-        self.teacher: nn.Module | None = None  # the largest net before shrinking
+        self.phase = 0  # Index of the current phase. The number of phases if all are done.
+        self.epoch = 0  # Epochs of the current phase that are done.
+        self.teacher: nn.Module | None = None  # The largest net as it was before shrinking.
         self.optimizer = self._optimizer(self.phases[0])
 
     def _num_epochs(self, phase: Phase) -> int:
         return self.settings.epochs if phase.kind == "largest" else self.settings.phase_epochs
 
     def epochs(self) -> Iterator[SupernetProgress]:
-        """Train epoch by epoch, starting where the training stands."""
+        """Train epoch by epoch, from the current phase and epoch on."""
         counts = [self._num_epochs(phase) for phase in self.phases]
         while self.phase < len(self.phases):
             phase = self.phases[self.phase]
@@ -384,20 +386,20 @@ class _Trainer:
 
     @property
     def _rows_per_step(self) -> int:
-        """Return the images of a step: at least two, because norms need them."""
+        """Return the number of images of a step, at least two because norms need them."""
         return max(2, self.settings.batch_size // self._per_image)
 
     def _optimizer(self, phase: Phase) -> torch.optim.SGD:
-        """Return SGD over what the phase trains. Vectors and transforms have no weight decay."""
+        """Return SGD over the weights of a phase. Vectors and transforms have no weight decay."""
         supernet = self.supernet
         matrices = [p for p in supernet.net.parameters() if p.dim() > 1]
-        others = [p for p in supernet.net.parameters() if p.dim() <= 1]
+        undecayed = [p for p in supernet.net.parameters() if p.dim() <= 1]
         if phase.trains_transforms:
-            others += list(supernet.transforms.values())
+            undecayed += list(supernet.transforms.values())
         decay = self.settings.weight_decay
         groups = [
             {"params": matrices, "weight_decay": decay},
-            {"params": others, "weight_decay": 0.0},
+            {"params": undecayed, "weight_decay": 0.0},
         ]
         momentum = self.settings.momentum
         return torch.optim.SGD(groups, lr=0.0, momentum=momentum, nesterov=momentum > 0)
@@ -463,7 +465,7 @@ class _Trainer:
         return self.supernet.run(images, config)
 
     def _augmented(self, images: Tensor, step: int) -> Tensor:
-        """Shift and mirror images at random, as the settings ask for."""
+        """Shift and mirror images at random, according to the settings."""
         generator = self._generator(_AUGMENT, step)
         crop, size = self.settings.crop, images.shape[-1]
         if self.settings.flip:
@@ -482,10 +484,10 @@ class _Trainer:
             images = images.contiguous()
         return images
 
-    # --- checkpoints ---
+    # --- checkpoints -----------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Write everything that the rest of the training depends on."""
+        """Write a checkpoint with everything that the training needs to resume."""
         tensors = {f"supernet/{name}": value for name, value in self.supernet.state_dict().items()}
         if self.teacher is not None:
             teacher = self.teacher.state_dict()
@@ -494,14 +496,14 @@ class _Trainer:
             momentum = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
             if momentum is not None:
                 tensors[f"momentum/{name}"] = momentum
-        about = {"training": self.identity, "phase": self.phase, "epoch": self.epoch}
-        write_tensors(path, "training", self.space, tensors, about)
+        note = {"training": self.fingerprint, "phase": self.phase, "epoch": self.epoch}
+        write_tensors(path, "training", self.space, tensors, note)
 
     def restore(self, path: Path) -> None:
-        """Continue from a checkpoint.
+        """Resume from a checkpoint.
 
         Raises:
-            RecordError: It is damaged, or of another training.
+            RecordError: The checkpoint is damaged, or belongs to another training.
         """
         note, tensors = read_tensors(path, "training")
         space_of(note["space"], path, self.space)
@@ -519,10 +521,12 @@ class _Trainer:
             self.optimizer.state[parameters[name]]["momentum_buffer"] = momentum.to(self.device)
 
     def _check_identity(self, found: Mapping[str, Any], path: Path) -> None:
-        mine = json.loads(json.dumps(self.identity))
-        mine, found = ({**identity, **identity["settings"]} for identity in (mine, found))
-        keys = [key for key in mine if key != "settings"]
-        differing = [f"{key} = {found.get(key)}" for key in keys if found.get(key) != mine[key]]
+        expected = json.loads(json.dumps(self.fingerprint))
+        expected, found = (
+            {**fingerprint, **fingerprint["settings"]} for fingerprint in (expected, found)
+        )
+        keys = [key for key in expected if key != "settings"]
+        differing = [f"{key} = {found.get(key)}" for key in keys if found.get(key) != expected[key]]
         if differing:
             raise RecordError(
                 f"{path} is the checkpoint of another training: it has {', '.join(differing)}. "
@@ -539,7 +543,7 @@ def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensors[name] for name in names}
 
 
-# --- evaluation ---
+# --- evaluation ---------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -554,8 +558,8 @@ def accuracy(net: nn.Module, images: Tensor, labels: Tensor, batch_size: int = 5
     """
     correct = 0
     parts = zip(torch.split(images, batch_size), torch.split(labels, batch_size), strict=True)
-    for part, wanted in parts:
-        correct += int((net(part).argmax(1) == wanted).sum())
+    for part, part_labels in parts:
+        correct += int((net(part).argmax(1) == part_labels).sum())
     return correct / len(images)
 
 

@@ -1,4 +1,4 @@
-"""Tasks: what a target is, how wrong an output is (loss), how good it is (metrics)."""
+"""Tasks: the meaning of targets, the loss of outputs, and the metrics that are reported."""
 
 from __future__ import annotations
 
@@ -45,28 +45,32 @@ TASKS: dict[str, type[Task]] = {
 
 
 def find_task(task: str | Task) -> Task:
-    """Return the task of a name, with its default options: an entry of `TASKS`, or `file.py:Task`.
+    """Return a task by name with its default options. A task is returned unchanged.
+
+    Args:
+        task: A name in `TASKS`, `file.py:Task`, or a task.
 
     Raises:
-        ConfigError: The name is unknown, or does not stand for a task.
+        ConfigError: The name is unknown, or is not the name of a task.
     """
     if isinstance(task, Task):
         return task
     factory = find(TASKS, task, "task")
     try:
-        made = factory()
+        instance = factory()
     except Exception as error:
         if not is_reference(task):
             raise
         raise ConfigError(f"the task {task} was called and failed: {said(error)}") from error
-    if not isinstance(made, Task):
+    if not isinstance(instance, Task):
         raise ConfigError(
-            f"the task {task} was asked for; it is a {type(made).__name__}. A subclass of fedquilt.tasks.Task fits."
+            f"the task {task} was asked for; it is a {type(instance).__name__}. A subclass of "
+            "fedquilt.tasks.Task fits."
         )
-    return made
+    return instance
 
 
 def is_own(task: Task) -> bool:
-    """Return True if the task, or one of its metrics, is the user's own and not part of fedquilt."""
+    """Return True if the task or one of its metrics is not part of fedquilt."""
     parts = (type(task), *(type(metric) for metric in task.measured))
     return any(not part.__module__.startswith(f"{__name__}.") for part in parts)

@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 def check_task(task: Task, outputs: Tensor, targets: Tensor, name: str = "data") -> None:
-    """Run the loss and all metrics on a few samples, and refuse what they should not return.
+    """Run the loss and all metrics on a few samples, and refuse invalid results.
 
     Args:
-        task: Task to try.
+        task: Task to check.
         outputs: (sample, class, …) Outputs of a model for at least two samples, classes in
             dimension 1.
         targets: (sample, …) Their targets.
-        name: Name of the data set for messages.
+        name: Name of the data set, for error messages.
 
     Raises:
         DataError: The targets do not fit the outputs.
@@ -45,6 +45,7 @@ def check_task(task: Task, outputs: Tensor, targets: Tensor, name: str = "data")
 
 
 def _check_loss(task: Task, outputs: Tensor, targets: Tensor) -> None:
+    """Refuse a loss of the wrong shape or type, or without a gradient."""
     losses = _called(task, "losses", lambda: task.losses(outputs, targets))
     counted = _called(task, "counted", lambda: task.counted(targets))
     _check_tensor(task, "losses", losses)
@@ -59,8 +60,8 @@ def _check_loss(task: Task, outputs: Tensor, targets: Tensor) -> None:
         )
 
     weights = torch.ones(len(targets), dtype=outputs.dtype, device=outputs.device)
-    for given in (None, weights):
-        loss = _called(task, "mean_loss", partial(task.mean_loss, outputs, targets, given))
+    for sample_weights in (None, weights):
+        loss = _called(task, "mean_loss", partial(task.mean_loss, outputs, targets, sample_weights))
         _check_tensor(task, "mean_loss", loss)
         if loss.shape or not loss.is_floating_point():
             raise ConfigError(
@@ -83,37 +84,37 @@ def _check_loss(task: Task, outputs: Tensor, targets: Tensor) -> None:
 
 
 def _check_sums(task: Task, metric: SumMetric, outputs: Tensor, targets: Tensor) -> None:
-    what = f"metric {metric.name!r}"
-    whole = _called(task, what, lambda: metric.sums(outputs, targets))
-    _check_tensor(task, what, whole)
-    first = _called(task, what, lambda: metric.sums(outputs[:1], targets[:1]))
-    rest = _called(task, what, lambda: metric.sums(outputs[1:], targets[1:]))
-    if not whole.shape == first.shape == rest.shape:
+    """Refuse sums that do not add up over batches, or differ under vmap."""
+    subject = f"metric {metric.name!r}"
+    total = _called(task, subject, lambda: metric.sums(outputs, targets))
+    _check_tensor(task, subject, total)
+    first = _called(task, subject, lambda: metric.sums(outputs[:1], targets[:1]))
+    remainder = _called(task, subject, lambda: metric.sums(outputs[1:], targets[1:]))
+    if not total.shape == first.shape == remainder.shape:
         raise ConfigError(
-            f"{type(task).__name__}: the sums of the {what} have shape {tuple(whole.shape)} for "
+            f"{type(task).__name__}: the sums of the {subject} have shape {tuple(total.shape)} for "
             f"{len(targets)} samples "
             f"and {tuple(first.shape)} for one; they must not depend on the number of samples."
         )
-    summed = (first + rest).double()
-    if not torch.allclose(summed, whole.double(), rtol=1e-4, atol=1e-6, equal_nan=True):
+    summed = (first + remainder).double()
+    if not torch.allclose(summed, total.double(), rtol=1e-4, atol=1e-6, equal_nan=True):
         raise ConfigError(
-            f"{type(task).__name__}: the sums of the {what} over one batch are {whole.tolist()}, "
-            "and over two parts of "
-            f"it {(first + rest).tolist()}; they must add up. Return sums, and divide in `value`."
+            f"{type(task).__name__}: the sums of the {subject} over one batch are "
+            f"{total.tolist()}, and over two parts of it {(first + remainder).tolist()}; they must "
+            "add up. Return sums, and divide in `value`."
         )
     stacked = vmap(metric.sums)
-    mapped = _called(task, f"{what} under vmap", lambda: stacked(outputs[None], targets[None]))
-    if mapped.shape[1:] != whole.shape:
+    mapped = _called(task, f"{subject} under vmap", lambda: stacked(outputs[None], targets[None]))
+    if mapped.shape[1:] != total.shape:
         raise ConfigError(
-            f"{type(task).__name__}: the sums of the {what} have shape {tuple(whole.shape)}, and "
-            "under vmap "
-            f"{tuple(mapped.shape[1:])}; they must be alike."
+            f"{type(task).__name__}: the sums of the {subject} have shape {tuple(total.shape)}, "
+            f"and under vmap {tuple(mapped.shape[1:])}; they must be alike."
         )
-    _check_figure(task, metric.name, _called(task, what, lambda: metric.value(whole)))
+    _check_figure(task, metric.name, _called(task, subject, lambda: metric.value(total)))
 
 
 def _called(task: Task, what: str, function: Callable[[], T]) -> T:
-    """Call a part of a task, and say which part it was if it fails."""
+    """Call a part of a task. If it fails, raise an error that names the part."""
     try:
         return function()
     except FedquiltError:
@@ -126,8 +127,8 @@ def _called(task: Task, what: str, function: Callable[[], T]) -> T:
 
 def _check_tensor(task: Task, what: str, value: object) -> None:
     if not isinstance(value, Tensor):
-        found = type(value).__name__
-        raise ConfigError(f"{type(task).__name__}: {what} returned a {found}; a tensor fits.")
+        type_name = type(value).__name__
+        raise ConfigError(f"{type(task).__name__}: {what} returned a {type_name}; a tensor fits.")
 
 
 def _check_figure(task: Task, name: str, value: object) -> None:

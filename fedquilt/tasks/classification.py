@@ -1,4 +1,4 @@
-"""One class for each target: cross-entropy and accuracy."""
+"""Classification: one class for each target, with cross-entropy and accuracy."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedquilt.checks import outside, refuse
-from fedquilt.devices import untransformed
 from fedquilt.errors import DataError
-from fedquilt.tasks.metrics import Kind
+from fedquilt.hardware.device import outside_functorch
+from fedquilt.tasks.metrics import EvalSpec
 from fedquilt.tasks.task import Augment, Task
 
 
 @dataclass(frozen=True)
 class Classification(Task):
-    """One class for each sample, or for each position of it (pixels). The loss is cross-entropy.
+    """One class for each sample, or for each position of a sample, such as a pixel.
 
-    With class weights the mean divides by the weights of the targets that count, as torch does.
-    `losses` are F.cross_entropy's with reduction="none", `mean_loss` without sample weights is
-    F.cross_entropy itself.
+    The loss is cross-entropy. With class weights, the mean loss is divided by the sum of the
+    weights of all targets that count, as torch does. `losses` is F.cross_entropy with
+    reduction="none". `mean_loss` without sample weights is F.cross_entropy itself.
     """
 
-    label_smoothing: float = 0.0  # Share of each target that is spread over all classes. 0: none
-    class_weights: tuple[float, ...] = ()  # Factor of the loss of each class. Empty: 1 for all
-    ignore: int = -100  # Targets of this value do not count
+    label_smoothing: float = 0.0  # Share of each target that is spread over all classes. 0: none.
+    class_weights: tuple[float, ...] = ()  # Factor of the loss of each class. Empty: 1 for all.
+    ignore: int = -100  # Targets with this value are ignored in the loss and in metrics.
 
-    kind: ClassVar[Kind | None] = "classes"
+    kind: ClassVar[EvalSpec | None] = "classes"
     usual_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "loss")
 
     def __post_init__(self) -> None:
-        wrong = outside(self, label_smoothing="[0, 1)", class_weights="[0, inf)")
+        problems = outside(self, label_smoothing="[0, 1)", class_weights="[0, inf)")
         if self.class_weights and not any(self.class_weights):
-            wrong["class_weights"] = "only zeros were asked for; at least one must be above 0."
-        refuse(self, wrong)
+            problems["class_weights"] = "only zeros were asked for; at least one must be above 0."
+        refuse(self, problems)
         object.__setattr__(self, "class_weights", tuple(self.class_weights))  # A list has no hash.
         super().__post_init__()
 
@@ -54,7 +54,7 @@ class Classification(Task):
             )
         if self.ignore != num_classes - 1:
             return num_classes
-        # The largest target is no class, such as 255 at the edges of objects.
+        # The largest target value is ignored, such as 255 at the edges of objects. It is no class.
         classes = targets[targets != self.ignore]
         return int(classes.max()) + 1 if len(classes) else num_classes
 
@@ -64,7 +64,8 @@ class Classification(Task):
             return f"targets are {targets.dtype}; classes are whole numbers from 0 on (int64)"
         if tuple(targets.shape[1:]) == (1,) and not positions:
             return (
-                f"targets have shape {tuple(targets.shape)}; the output has {classes} classes for each sample, so "
+                f"targets have shape {tuple(targets.shape)}; the output has {classes} classes for "
+                "each sample, so "
                 f"that targets of shape ({len(targets)},) would fit: targets.reshape(-1)"
             )
         if tuple(targets.shape[1:]) != positions:
@@ -86,9 +87,9 @@ class Classification(Task):
         return ""
 
     def augment_targets(self, targets: Tensor, augment: Augment) -> Tensor:
-        """Move masks (sample, *size) as their inputs. What comes in at an edge does not count.
+        """Crop and flip masks (sample, *size) like their inputs. Padded pixels do not count.
 
-        Classes of whole samples, and tokens, are returned as they are.
+        Classes of whole samples, and tokens, are returned unchanged.
         """
         if targets.dim() < 3:
             return targets
@@ -97,7 +98,8 @@ class Classification(Task):
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.dim() == 2 or outputs.stride(1) != 1:
             return self._cross_entropy(outputs, targets, "none")
-        # Classes are last in memory, as tokens have them. One row for each position takes a quarter of the time.
+        # Classes are the last dimension in memory, as in token models. Reshaping to one row per
+        # position takes a quarter of the time.
         rows = outputs.movedim(1, -1).reshape(-1, outputs.shape[1])
         return self._cross_entropy(rows, targets.reshape(-1), "none").reshape(targets.shape)
 
@@ -154,11 +156,11 @@ def divergence(outputs: Tensor, teacher: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return values as a tensor that is made once.
+    """Return values as a tensor that is created once.
 
-    It is kept, because numbers cannot be copied to a GPU while a CUDA graph is captured. It is
-    made outside of transforms and of inference mode, so that later calls can use it in others
-    (test_class_weights_are_made_once).
+    It is cached, because numbers cannot be copied to a GPU while a CUDA graph is captured. It is
+    created outside of transforms and of inference mode, so that later calls can use it inside or
+    outside of them (test_class_weights_are_made_once).
     """
-    with untransformed(), torch.inference_mode(False):
+    with outside_functorch(), torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)

@@ -22,21 +22,22 @@ def infer(
 ) -> Task:
     """Return the task that fits targets and the shape of a model's output.
 
-    Whole numbers are classes where the output has one dimension more than the targets, of tokens
-    where targets have shape (sample, length). Whole numbers that are all 0 or 1, one for each
-    output, are labels. Real numbers, one for each output, are to be predicted; if they are all 0
-    or 1 they may be labels as well.
+    - Integers are classes if the output has one dimension more than the targets. If targets have
+      shape (sample, length), the classes are tokens.
+    - Integers that are all 0 or 1, one for each output, are labels.
+    - Real numbers, one for each output, are regression targets. If they are all 0 or 1, they may
+      also be labels.
 
     Args:
-        targets: Targets of any number of samples. All of them are looked at.
+        targets: Targets of any number of samples. All of them are checked.
         output_shape: Shape of the model's output, which begins with the sample. The number of
-            samples does not matter.
+            samples has no effect.
         class_dim: Dimension of the output with the classes, labels or columns.
-        name: Name of the data set for messages.
+        name: Name of the data set, for error messages.
 
     Raises:
         DataError: No task fits.
-        ConfigError: More than one task fits, so that somebody has to choose.
+        ConfigError: More than one task fits, so that the user has to choose.
     """
     shape = classes_second(output_shape, class_dim)
     classes = NextToken() if targets.dim() == 2 else Classification()
@@ -55,18 +56,21 @@ def infer(
             "multilabel or --task "
             "regression."
         )
-    told = "\n  ".join(f"{type(task).__name__}: {why}." for task, why in reasons.items())
+    listed_reasons = "\n  ".join(f"{type(task).__name__}: {why}." for task, why in reasons.items())
     raise DataError(
         f"{name}: targets are {targets.dtype} of shape {tuple(targets.shape[1:])} a sample, and "
         "the model's output has "
-        f"shape {tuple(output_shape[1:])} a sample; no task fits both.\n  {told}\nGive other "
-        "targets or another model, "
-        "or a task of your own: task=…, --task file.py:Task."
+        f"shape {tuple(output_shape[1:])} a sample; no task fits both.\n  {listed_reasons}\n"
+        "Give other targets or another model, or a task of your own: task=…, --task file.py:Task."
     )
 
 
 def classes_second(output_shape: Sequence[int], class_dim: int) -> tuple[int, ...]:
     """Return the shape of an output after its classes were moved to dimension 1.
+
+    Args:
+        output_shape: Shape of the output, which begins with the sample.
+        class_dim: Dimension of the classes in this shape.
 
     Raises:
         DataError: The output has one dimension, so that samples would be classes.

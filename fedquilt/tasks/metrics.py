@@ -1,4 +1,4 @@
-"""Metrics: how good outputs are, as sums that add over batches, or from all scores at once."""
+"""Metrics of outputs, computed from sums that add over batches, or from all outputs at once."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ if TYPE_CHECKING:
     from fedquilt.tasks.task import Task
 
 Average = Literal["macro", "micro"]
-# Targets are one class each, yes or no for each label, or real numbers.
-Kind = Literal["classes", "labels", "numbers"]
+# Kinds of targets: one class each, 0 or 1 for each label, or real numbers.
+EvalSpec = Literal["classes", "labels", "numbers"]
 
-_EVERY_KIND: tuple[Kind, ...] = get_args(Kind)
+_EVERY_KIND: tuple[EvalSpec, ...] = get_args(EvalSpec)
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure that says how good outputs are. Subclass `SumMetric` or `CollectedMetric`.
+    """A measure of the quality of outputs. Subclass `SumMetric` or `CollectedMetric`.
 
     Outputs have their classes, labels or columns in dimension 1: (sample, class, …).
     """
 
-    higher_is_better: ClassVar[bool] = True
-    kinds: ClassVar[tuple[Kind, ...]] = _EVERY_KIND  # Kinds of targets that the metric can read
-    of_predictions: ClassVar[bool] = False  # Absent classes may be hidden from it
-    is_rate: ClassVar[bool] = (
-        False  # True: a share of something, from 0 to 1, which tables show in percent
-    )
+    higher_is_better: ClassVar[bool] = True  # False for errors and losses.
+    kinds: ClassVar[tuple[EvalSpec, ...]] = _EVERY_KIND  # Kinds of targets that the metric reads.
+    of_predictions: ClassVar[bool] = False  # True if outputs of absent classes may be masked.
+    # True for a share of something, from 0 to 1, which tables show in percent.
+    is_rate: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -47,24 +46,25 @@ class Metric:
 
     @classmethod
     def for_task(cls, task: Task) -> Self:
-        """Make the metric with what the task settles, such as the target that is ignored."""
+        """Create the metric with settings of the task, such as the target that is ignored."""
         return cls()
 
     def unfit(self, output_shape: tuple[int, ...]) -> str:
-        """Return why outputs of this shape cannot be measured, or an empty string if they can."""
+        """Return the reason why outputs of this shape cannot be measured, or an empty string."""
         return ""
 
 
 class SumMetric(Metric, ABC):
-    """A metric found from sums that add over batches and devices."""
+    """A metric that is computed from sums, which add over batches and devices."""
 
-    same_sums_as: str = ""
+    same_sums_as: str = ""  # Metric with equal sums, so that they are computed once. Empty: none.
 
     @abstractmethod
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sums of one batch. Pure: may be vmapped.
+        """Return the sums of one batch.
 
-        Their shape does not depend on the number of samples.
+        The function must be pure, because it may be called under `vmap`. The shape of the sums must
+        not depend on the number of samples.
 
         Args:
             outputs: (sample, class, …), classes, labels or columns in dimension 1.
@@ -73,28 +73,30 @@ class SumMetric(Metric, ABC):
 
     @abstractmethod
     def value(self, total: Tensor) -> float:
-        """Return the metric of summed-up sums, NaN where nothing was counted."""
+        """Return the metric from sums over all batches, or NaN if nothing was counted."""
 
 
 class CollectedMetric(Metric, ABC):
     """A metric that needs the outputs of all samples at once.
 
-    Where outputs must not leave a device it cannot be computed (`Task.refuse_collected`).
+    It cannot be computed if outputs must not leave a device (`Task.refuse_collected`).
     """
 
     @abstractmethod
     def value(self, outputs: Tensor, targets: Tensor) -> float:
-        """Return the metric of outputs (sample, class, …) and targets, NaN if it is not defined."""
+        """Return the metric of outputs (sample, class, …) and targets, NaN if it is undefined."""
 
 
-# --- sums: classes --------------------------------------------------------------------------------
+# --- sums: classes ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _OfClasses(SumMetric):
-    ignore: int = -100  # Targets of this value do not count
+    """Base class of metrics whose targets are classes."""
 
-    kinds: ClassVar[tuple[Kind, ...]] = ("classes",)
+    ignore: int = -100  # Targets with this value do not count.
+
+    kinds: ClassVar[tuple[EvalSpec, ...]] = ("classes",)
     of_predictions: ClassVar[bool] = True
     is_rate: ClassVar[bool] = True
 
@@ -107,7 +109,7 @@ class _OfClasses(SumMetric):
 class Accuracy(_OfClasses):
     """Share of the targets whose class has the largest output.
 
-    Sums: right predictions and targets that count (int64).
+    Sums: number of correct predictions, and of targets that count (int64).
     """
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -123,10 +125,10 @@ class Accuracy(_OfClasses):
 class TopK(_OfClasses):
     """Share of the targets whose class is among the k largest outputs. k = 1 gives `Accuracy`.
 
-    Its name is `top5` for k = 5. Sums: such targets and targets that count (int64).
+    Its name is `top5` for k = 5. Sums: number of such targets, and of targets that count (int64).
     """
 
-    k: int = 5
+    k: int = 5  # Number of largest outputs among which the class must be.
 
     def __post_init__(self) -> None:
         within(self, k="[1, inf)")
@@ -155,7 +157,7 @@ class TopK(_OfClasses):
 class Perplexity(_OfClasses):
     """Exponential of the mean cross-entropy, without label smoothing and class weights."""
 
-    same_sums_as: str = ""  # Metric whose sums are equal, so that they are computed once
+    same_sums_as: str = ""  # Metric with equal sums, so that they are computed once. Empty: none.
 
     higher_is_better: ClassVar[bool] = False
     of_predictions: ClassVar[bool] = False
@@ -177,7 +179,7 @@ class Perplexity(_OfClasses):
             return math.inf
 
 
-# --- sums: masks ----------------------------------------------------------------------------------
+# --- sums: masks --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -187,12 +189,12 @@ class _OfMasks(_OfClasses):
     Voxels whose target is ignored count neither as predicted nor as true.
     """
 
-    label: int | None = None  # Class that is measured. None: the mean over foreground classes
-    background: bool = False  # Class 0 is in the mean too
-    same_sums_as: str = ""  # Metric whose sums are equal, so that they are computed once
+    label: int | None = None  # Class that is measured. None: the mean over foreground classes.
+    background: bool = False  # True if the mean includes class 0.
+    same_sums_as: str = ""  # Metric with equal sums, so that they are computed once. Empty: none.
 
-    stem: ClassVar[str]  # Name of the mean. Of class 1 it is STEM_1
-    sums_of: ClassVar[str]  # Metric with the same sums
+    stem: ClassVar[str]  # Name of the mean. The metric of class 1 is called STEM_1.
+    sums_of: ClassVar[str]  # Name of the metric with the same sums.
 
     @property
     def name(self) -> str:
@@ -224,10 +226,11 @@ class _OfMasks(_OfClasses):
         return 0 if self.background else 1
 
     def _sizes(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Count voxels of each sample and class, (sample, class), int64.
+        """Count voxels of each sample and class.
 
         Returns:
-            Those that are predicted and true, and the number predicted plus the number true.
+            (sample, class) Number of voxels that are predicted and true, and the number of
+            predicted ones plus the number of true ones. Both are int64.
         """
         classes = torch.arange(outputs.shape[1], device=outputs.device).unsqueeze(1)
         flat = targets.flatten(1).unsqueeze(1)  # (sample, 1, voxel)
@@ -239,12 +242,13 @@ class _OfMasks(_OfClasses):
 
 @dataclass(frozen=True)
 class Dice(_OfMasks):
-    """Mean over volumes of Dice, 2 |P ∩ G| / (|P| + |G|), of foreground. `dice_1`: of class 1.
+    """Dice of the foreground, 2 |P ∩ G| / (|P| + |G|), as the mean over volumes.
+
+    `dice_1` is the Dice of class 1, over the volumes in which class 1 is true or predicted.
 
     A class that is neither in a volume's mask nor predicted there is left out of the volume's mean
-    over foreground classes. A class that is predicted and not there scores 0. A volume without any
-    foreground in mask and prediction is left out. `dice_1` is over the volumes in which class 1 is
-    true or predicted.
+    over foreground classes. A class that is predicted but not in the mask scores 0. A volume
+    without any foreground in mask and prediction is left out.
 
     Sums, (3, class + 1), float64: Dice and IoU of each class and of the mean over foreground
     classes, summed over volumes, and the number of volumes that have them.
@@ -252,18 +256,18 @@ class Dice(_OfMasks):
 
     stem: ClassVar[str] = "dice"
     sums_of: ClassVar[str] = "dice"
-    row: ClassVar[int] = 0  # Row of the sums
+    row: ClassVar[int] = 0  # Row of the sums that the metric reads.
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         overlap, sizes = self._sizes(outputs, targets)
-        found = sizes > 0
-        number = found[:, self._first :].sum(1)
+        present = sizes > 0
+        number = present[:, self._first :].sum(1)
 
         rows = []
         for scores in (_dice(overlap, sizes), _iou(overlap, sizes)):
             mean = scores[:, self._first :].sum(1) / number.clamp(min=1)
             rows.append(torch.cat([scores.sum(0), mean.sum(0, keepdim=True)]))
-        volumes = torch.cat([found.sum(0), (number > 0).sum(0, keepdim=True)])
+        volumes = torch.cat([present.sum(0), (number > 0).sum(0, keepdim=True)])
         return torch.stack([*rows, volumes.double()])
 
     def value(self, total: Tensor) -> float:
@@ -273,9 +277,9 @@ class Dice(_OfMasks):
 
 @dataclass(frozen=True)
 class IoU(Dice):
-    """Mean over volumes of |P ∩ G| / |P ∪ G|, intersection over union. `iou_1`: of class 1.
+    """Intersection over union of the foreground, |P ∩ G| / |P ∪ G|, as the mean over volumes.
 
-    Classes and volumes are left out as for Dice.
+    `iou_1` is that of class 1. Classes and volumes are left out as for Dice.
     """
 
     stem: ClassVar[str] = "iou"
@@ -284,11 +288,13 @@ class IoU(Dice):
 
 @dataclass(frozen=True)
 class PooledDice(_OfMasks):
-    """Dice of all test voxels together, over foreground classes. `pooled_dice_1`: of class 1.
+    """Dice of all test voxels together, as the mean over foreground classes.
 
-    A class that is neither in a mask nor predicted anywhere is left out.
-    Sums, (2, class), int64: voxels predicted and true, and the number predicted plus the number
-    true.
+    `pooled_dice_1` is that of class 1. A class that is neither in a mask nor predicted anywhere is
+    left out.
+
+    Sums, (2, class), int64: number of voxels that are predicted and true, and the number of
+    predicted ones plus the number of true ones.
     """
 
     stem: ClassVar[str] = "pooled_dice"
@@ -300,12 +306,12 @@ class PooledDice(_OfMasks):
 
     def value(self, total: Tensor) -> float:
         overlap, sizes = total
-        found = sizes > 0
+        present = sizes > 0
         if self.label is None:
-            found[: self._first] = False
+            present[: self._first] = False
         else:
-            found &= torch.arange(len(sizes)) == self.label
-        return float(self._scores(overlap[found], sizes[found]).mean())
+            present &= torch.arange(len(sizes)) == self.label
+        return float(self._scores(overlap[present], sizes[present]).mean())
 
     def _scores(self, overlap: Tensor, sizes: Tensor) -> Tensor:
         return _dice(overlap, sizes)
@@ -313,9 +319,10 @@ class PooledDice(_OfMasks):
 
 @dataclass(frozen=True)
 class PooledIoU(PooledDice):
-    """Intersection over union of all test voxels together. `pooled_iou_1`: of class 1.
+    """Intersection over union of all test voxels together, as the mean over foreground classes.
 
-    A class that is neither in a mask nor predicted anywhere is left out.
+    `pooled_iou_1` is that of class 1. A class that is neither in a mask nor predicted anywhere is
+    left out.
     """
 
     stem: ClassVar[str] = "pooled_iou"
@@ -325,31 +332,32 @@ class PooledIoU(PooledDice):
 
 
 def _dice(overlap: Tensor, sizes: Tensor) -> Tensor:
-    """Return Dice of counts, 0 where a class is neither predicted nor true."""
+    """Return Dice from counts of voxels, 0 if a class is neither predicted nor true."""
     return 2 * overlap / sizes.clamp(min=1).double()
 
 
 def _iou(overlap: Tensor, sizes: Tensor) -> Tensor:
-    """Return intersection over union of counts, 0 where a class is neither predicted nor true."""
+    """Return intersection over union from counts, 0 if a class is neither predicted nor true."""
     return overlap / (sizes - overlap).clamp(min=1).double()
 
 
-# --- sums: classes or labels ----------------------------------------------------------------------
+# --- sums: classes or labels --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class F1(SumMetric):
     """F1 of classes (the largest output) or of labels (outputs above 0), from counts.
 
-    `macro` is the mean over the classes that occur among targets or predictions, `micro` counts
-    all of them together.
-    Sums: true positives, false positives and false negatives of each class, (3, class), int64.
+    `macro` is the mean over the classes that occur among targets or predictions. `micro` adds up
+    the counts of all classes first.
+
+    Sums, (3, class), int64: true positives, false positives and false negatives of each class.
     """
 
-    average: Average = "macro"
-    ignore: int = -100  # Class targets of this value do not count
+    average: Average = "macro"  # Average over classes: macro or micro.
+    ignore: int = -100  # Class targets with this value do not count.
 
-    kinds: ClassVar[tuple[Kind, ...]] = ("classes", "labels")
+    kinds: ClassVar[tuple[EvalSpec, ...]] = ("classes", "labels")
     of_predictions: ClassVar[bool] = True
     is_rate: ClassVar[bool] = True
 
@@ -370,7 +378,7 @@ class F1(SumMetric):
         return torch.stack([hits, (predicted & ~true).sum(0), (true & ~predicted).sum(0)])
 
     def _yes_or_no(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return predictions and targets as (position, class), True where the class is meant."""
+        """Return predictions and targets as booleans, (position, class)."""
         if _are_columns(outputs, targets):
             return _columns(outputs > 0), _columns(targets > 0.5)
 
@@ -383,8 +391,8 @@ class F1(SumMetric):
     def value(self, total: Tensor) -> float:
         if self.average == "micro":
             total = total.sum(1, keepdim=True)
-        hits, wrong, missed = total.double()
-        denominators = 2 * hits + wrong + missed
+        hits, false_positives, false_negatives = total.double()
+        denominators = 2 * hits + false_positives + false_negatives
         occurring = denominators > 0
         return float((2 * hits[occurring] / denominators[occurring]).mean())
 
@@ -398,9 +406,12 @@ class MicroF1(F1):
 
 @dataclass(frozen=True)
 class LabelAccuracy(SumMetric):
-    """Share of right labels, outputs above 0 meaning yes. Sums: right and all labels (int64)."""
+    """Share of labels that are predicted correctly. Outputs above 0 predict that a label applies.
 
-    kinds: ClassVar[tuple[Kind, ...]] = ("labels",)
+    Sums: number of correct labels, and of all labels (int64).
+    """
+
+    kinds: ClassVar[tuple[EvalSpec, ...]] = ("labels",)
     is_rate: ClassVar[bool] = True
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -411,12 +422,14 @@ class LabelAccuracy(SumMetric):
         return _ratio(total[0], total[1])
 
 
-# --- sums: real numbers ---------------------------------------------------------------------------
+# --- sums: real numbers -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _OfNumbers(SumMetric):
-    kinds: ClassVar[tuple[Kind, ...]] = ("numbers",)
+    """Base class of metrics whose targets are real numbers."""
+
+    kinds: ClassVar[tuple[EvalSpec, ...]] = ("numbers",)
     higher_is_better: ClassVar[bool] = False
 
     def _errors(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -471,22 +484,22 @@ class R2(_OfNumbers):
     def value(self, total: Tensor) -> float:
         errors, true, squares, count = total.double()
         spread = squares - true.square() / count
-        # Equal targets leave a rest of rounding, which is no spread.
+        # Equal targets have a variance of 0 up to rounding errors.
         varying = spread > 1e-12 * squares
         return float((1 - errors[varying] / spread[varying]).mean())
 
 
-# --- sums: every kind -----------------------------------------------------------------------------
+# --- sums: every kind ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Loss(SumMetric):
     """Mean of the task's loss, as in training.
 
-    Sums: the losses, and what the mean divides them by (float64).
+    Sums: the sum of the losses, and the divisor of the mean (float64).
     """
 
-    task: Task
+    task: Task  # Task that defines the loss.
 
     higher_is_better: ClassVar[bool] = False
 
@@ -503,36 +516,36 @@ class Loss(SumMetric):
 
 
 def _are_columns(outputs: Tensor, targets: Tensor) -> bool:
-    """Return True if there is a target for each output, not one class for all of them."""
+    """Return True if every output has its own target. False: one class for all outputs."""
     return targets.dim() == outputs.dim() or outputs.shape[1] == 1
 
 
 def _columns(values: Tensor) -> Tensor:
-    """Return (sample, column, …) as (position, column), and (sample,) as one column."""
+    """Reshape (sample, column, …) to (position, column), and (sample,) to one column."""
     if values.dim() == 1:
         return values.unsqueeze(1)
     return values.movedim(1, -1).reshape(-1, values.shape[1])
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:
-    """Divide as Python does, so that the ratio of counts is exact. NaN stands for 0 / 0."""
+    """Divide Python numbers, so that the ratio of counts is exact. Return NaN for 0 / 0."""
     count = whole.item()
     return part.item() / count if count else math.nan
 
 
-# --- collected ------------------------------------------------------------------------------------
+# --- collected ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _OfScores(CollectedMetric):
-    """Mean over labels (or classes, each against all others) of a figure of ranked scores.
+    """Base class of metrics of ranked scores, averaged over labels or classes.
 
-    Labels for which the figure is not defined are left out.
+    Each class is compared with all others. Labels with an undefined metric are left out.
     """
 
-    ignore: int = -100  # Class targets of this value do not count
+    ignore: int = -100  # Class targets with this value do not count.
 
-    kinds: ClassVar[tuple[Kind, ...]] = ("classes", "labels")
+    kinds: ClassVar[tuple[EvalSpec, ...]] = ("classes", "labels")
     is_rate: ClassVar[bool] = True
 
     @classmethod
@@ -547,7 +560,7 @@ class _OfScores(CollectedMetric):
         return sum(defined) / len(defined) if defined else math.nan
 
     def _scores(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores and truth as (position, label). Classes are scored by their probability."""
+        """Return scores and truth as (position, label). The score of a class is its probability."""
         if _are_columns(outputs, targets):
             return _columns(outputs), _columns(targets > 0.5)
 
@@ -558,7 +571,12 @@ class _OfScores(CollectedMetric):
 
     @abstractmethod
     def _of_label(self, positives: Tensor, negatives: Tensor) -> float:
-        """Return the figure of one label, from its samples at each score, the highest first."""
+        """Return the metric of one label.
+
+        Args:
+            positives: (score,) Number of positive samples at each score, the highest first.
+            negatives: (score,) Number of negative samples at each score, the highest first.
+        """
 
 
 @dataclass(frozen=True)
@@ -586,15 +604,15 @@ class AUROC(_OfScores):
 
 def _by_score(scores: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
     """Count positive and negative samples at each distinct score, the highest first."""
-    values, place = torch.unique(scores, return_inverse=True)
+    values, score_index = torch.unique(scores, return_inverse=True)
     counts = torch.zeros(2, len(values), dtype=torch.float64)
-    for row, chosen in enumerate((true, ~true)):
-        counts[row] = torch.bincount(place[chosen], minlength=len(values)).double()
+    for row, mask in enumerate((true, ~true)):
+        counts[row] = torch.bincount(score_index[mask], minlength=len(values)).double()
     positives, negatives = counts.flip(1)
     return positives, negatives
 
 
-# --- by name --------------------------------------------------------------------------------------
+# --- by name ------------------------------------------------------------------------------------
 
 METRICS: dict[str, type[Metric]] = {
     "accuracy": Accuracy,
@@ -619,11 +637,13 @@ _OF_CLASS = re.compile(r"(dice|iou|pooled_dice|pooled_iou)_(0|[1-9]\d*)")
 
 
 def kind_of(figure: str) -> type[Metric] | None:
-    """Return the class of metric that a figure in the records is made of, without its task.
+    """Return the class of the metric that a figure in the records shows, without its task.
 
     Args:
-        figure: `NAME`, `local_NAME` or `NAME/DOMAIN`. None is returned for names that are not in
-            `METRICS`.
+        figure: `NAME`, `local_NAME` or `NAME/DOMAIN`.
+
+    Returns:
+        The class, or None if the name is not in `METRICS`.
     """
     name = figure.partition("/")[0].removeprefix("local_")
     if _TOP_K.fullmatch(name):
@@ -634,13 +654,15 @@ def kind_of(figure: str) -> type[Metric] | None:
 
 
 def find_metric(name: str, task: Task) -> Metric:
-    """Return the metric of a name for a task.
+    """Return a metric by its name, with the settings of a task.
 
-    A name is an entry of `METRICS`, `top` and a number, `dice_`, `iou_`, `pooled_dice_` or
-    `pooled_iou_` and a class, or `file.py:Metric`.
+    Args:
+        name: A name in `METRICS`, `file.py:Metric`, `top` and a number (`top5`), or one of `dice_`,
+            `iou_`, `pooled_dice_` and `pooled_iou_` followed by a class (`dice_1`).
+        task: Task whose targets the metric reads.
 
     Raises:
-        ConfigError: The name is unknown, does not stand for a metric, or the metric cannot read
+        ConfigError: The name is unknown, is not the name of a metric, or the metric cannot read
             the task's targets.
     """
     if _TOP_K.fullmatch(name):
@@ -652,7 +674,7 @@ def find_metric(name: str, task: Task) -> Metric:
     else:
         metric = _made(find(METRICS, name, "metric"), name, task)
     if task.kind is not None and task.kind not in metric.kinds:
-        fitting = [known for known, kind in METRICS.items() if task.kind in kind.kinds]
+        fitting = [metric_name for metric_name, kind in METRICS.items() if task.kind in kind.kinds]
         raise ConfigError(
             f"the metric {name!r} was asked for with {type(task).__name__}; it reads "
             f"{' or '.join(metric.kinds)}, and "
@@ -663,17 +685,17 @@ def find_metric(name: str, task: Task) -> Metric:
 
 
 def _made(factory: Any, name: str, task: Task) -> Metric:
-    """Call a metric's class, or the user's own function."""
+    """Create a metric from its class, or from a function of the user."""
     is_metric = isinstance(factory, type) and issubclass(factory, Metric)
     try:
-        made = factory.for_task(task) if is_metric else factory()
+        metric = factory.for_task(task) if is_metric else factory()
     except Exception as error:
         if not is_reference(name):
             raise
         raise ConfigError(f"the metric {name} was called and failed: {said(error)}") from error
-    if not isinstance(made, (SumMetric, CollectedMetric)):
+    if not isinstance(metric, (SumMetric, CollectedMetric)):
         raise ConfigError(
-            f"the metric {name} was asked for; it is a {type(made).__name__}. A subclass of "
+            f"the metric {name} was asked for; it is a {type(metric).__name__}. A subclass of "
             "fedquilt.tasks.SumMetric or CollectedMetric fits."
         )
-    return made
+    return metric

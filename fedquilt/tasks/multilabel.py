@@ -1,4 +1,4 @@
-"""Several labels, each of which a sample has or has not."""
+"""Multi-label classification: each of several labels applies to a sample or does not."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedquilt.tasks.metrics import Kind
+from fedquilt.tasks.metrics import EvalSpec
 from fedquilt.tasks.task import Task, columns_unfit
 
 
 @dataclass(frozen=True)
 class MultiLabel(Task):
-    """Labels that a sample has (1) or has not (0): (sample, k) for k outputs, or (sample,) for one.
+    """Labels that are 1 if they apply to a sample, else 0.
 
-    The loss is binary cross-entropy of the outputs as logits, as the mean over samples and labels.
+    Targets are (sample, k) for k outputs, or (sample,) for one output. Outputs are logits. The loss
+    is binary cross-entropy, averaged over samples and labels.
     """
 
-    kind: ClassVar[Kind | None] = "labels"
+    kind: ClassVar[EvalSpec | None] = "labels"
     usual_metrics: ClassVar[tuple[str, ...]] = ("f1", "label_accuracy", "average_precision", "loss")
 
     def unfit(self, targets: Tensor, output_shape: Sequence[int]) -> str:
         if why := columns_unfit(targets, output_shape):
             return why
-        others = targets[(targets != 0) & (targets != 1)]
-        return f"a target is {others[0].item()}; labels are 0 or 1" if len(others) else ""
+        invalid = targets[(targets != 0) & (targets != 1)]
+        return f"a target is {invalid[0].item()}; labels are 0 or 1" if len(invalid) else ""
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         logits = outputs.reshape(targets.shape)
@@ -35,7 +36,13 @@ class MultiLabel(Task):
         return F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
 
     def divergences(self, outputs: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
-        """Return KL(teacher ‖ outputs) of each label, a Bernoulli variable."""
+        """Return KL(teacher ‖ outputs) of each label as a Bernoulli variable.
+
+        Args:
+            outputs: (sample, label) Logits of the net that learns.
+            teacher: (sample, label) Logits of the net that it learns from.
+            targets: (sample, label), whose shape the result has.
+        """
         taught, learnt = teacher.reshape(targets.shape), outputs.reshape(targets.shape)
         yes = taught.sigmoid() * (F.logsigmoid(taught) - F.logsigmoid(learnt))
         no = (-taught).sigmoid() * (F.logsigmoid(-taught) - F.logsigmoid(-learnt))

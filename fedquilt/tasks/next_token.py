@@ -1,4 +1,4 @@
-"""The next token at each position of a sequence."""
+"""Prediction of the next token at each position of a sequence."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fedquilt.tasks.classification import Classification
 
 @dataclass(frozen=True)
 class NextToken(Classification):
-    """The next token at each position of a sequence. Targets have shape (sample, length).
+    """Prediction of the next token at each position. Targets have shape (sample, length).
 
-    The loss is the mean cross-entropy over all tokens that count, so that long texts count more
-    than short ones.
+    The loss is the mean cross-entropy over all tokens that count. Long texts thus weigh more than
+    short ones.
     """
 
     usual_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "loss", "perplexity")

@@ -1,4 +1,4 @@
-"""Real numbers: squared, absolute or Huber loss."""
+"""Regression of real numbers with squared, absolute or Huber loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from fedquilt.checks import within
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
-from fedquilt.tasks.metrics import Kind
+from fedquilt.tasks.metrics import EvalSpec
 from fedquilt.tasks.task import Task, columns_unfit
 
 LossName = Literal["mse", "mae", "huber"]
@@ -21,12 +21,12 @@ LossName = Literal["mse", "mae", "huber"]
 
 @dataclass(frozen=True)
 class Regression(Task):
-    """Real numbers for each sample: (sample, k) for k outputs, or (sample,) for one output."""
+    """Regression of real numbers: (sample, k) for k outputs, or (sample,) for one output."""
 
-    loss: LossName = "mse"  # Loss of each number: squared (mse), absolute (mae) or Huber's
-    delta: float = 1.0  # Error at which Huber's loss turns from squared to linear
+    loss: LossName = "mse"  # Loss of each number: squared (mse), absolute (mae) or huber.
+    delta: float = 1.0  # Error at which the Huber loss changes from squared to linear.
 
-    kind: ClassVar[Kind | None] = "numbers"
+    kind: ClassVar[EvalSpec | None] = "numbers"
     usual_metrics: ClassVar[tuple[str, ...]] = ("rmse", "mae", "r2", "loss")
 
     def __post_init__(self) -> None:
@@ -44,17 +44,23 @@ class Regression(Task):
             return f"targets are {targets.dtype}; real numbers fit, such as targets.float()"
         if why := columns_unfit(targets, output_shape):
             return why
-        wrong = int((~targets.isfinite()).sum())
-        return f"{wrong} targets are not finite" if wrong else ""
+        num_not_finite = int((~targets.isfinite()).sum())
+        return f"{num_not_finite} targets are not finite" if num_not_finite else ""
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        # A net's output may be bfloat16, and targets stay as exact as they are.
+        # Outputs may be bfloat16. The loss is computed in the precision of the targets.
         dtype = torch.promote_types(outputs.dtype, targets.dtype)
         predicted = outputs.reshape(targets.shape).to(dtype)
         return _LOSSES[self.loss](predicted, targets.to(dtype), self.delta)
 
     def divergences(self, outputs: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of the outputs with the teacher's outputs as targets."""
+        """Return the loss of the outputs with the teacher's outputs as targets.
+
+        Args:
+            outputs: (sample, column) Outputs of the net that learns.
+            teacher: (sample, column) Outputs of the net that it learns from.
+            targets: (sample, column), whose shape the result has.
+        """
         return self.losses(outputs, teacher.reshape(targets.shape))
 
 

@@ -1,4 +1,4 @@
-"""One class for each pixel or voxel of an image: cross-entropy, soft Dice, or their sum."""
+"""Segmentation: one class for each pixel or voxel, with cross-entropy, soft Dice, or both."""
 
 from __future__ import annotations
 
@@ -14,33 +14,37 @@ from fedquilt.errors import DataError
 from fedquilt.tasks.classification import Classification, divergence
 
 LossName = Literal["cross-entropy", "dice", "both"]
-UNLABELLED = 255  # Value that masks of 8 bits usually have where pixels do not count
+UNLABELLED = 255  # Value that 8-bit masks usually have at pixels that do not count.
 
 
 @dataclass(frozen=True)
 class Segmentation(Classification):
-    """A class for each pixel or voxel: masks (sample, *size) for outputs (sample, class, *size).
+    """One class for each pixel or voxel of an image.
 
-    Class 0 is the background. The loss of a sample is the mean cross-entropy over its voxels that
-    count, or its soft Dice loss, or the sum of both. The loss of a batch is the mean over its
-    samples, so that a small volume counts as much as a large one, and losses add over batches.
+    Targets are masks (sample, *size), and outputs are (sample, class, *size). Class 0 is the
+    background. The loss of a sample is the mean cross-entropy over its voxels that count, or its
+    soft Dice loss, or the sum of both. The loss of a batch is the mean over its samples, so that
+    small and large volumes have the same weight, and losses add over batches.
 
     Soft Dice (Milletari et al. 2016) of class c in one sample, over the voxels v that count:
 
         D_c = (2 Σ_v p_vc g_vc + smooth) / (Σ_v p_vc + Σ_v g_vc + smooth)
 
-    p is the softmax of the outputs, and g is 1 where the mask has class c, else 0. The loss is
-    1 minus the mean of D_c over the classes. As in nnU-Net (Isensee et al. 2021), the sums of the
-    denominator are plain (Milletari et al. square p and g), each sample has a Dice of its own, the
-    background is left out, and the loss is added to cross-entropy with equal weight. A class that a
-    sample does not have stays in its mean: its D_c is largest where nothing is predicted as c.
+    p is the softmax of the outputs. g is 1 where the mask has class c, else 0. The loss is 1 minus
+    the mean of D_c over the classes. As in nnU-Net (Isensee et al. 2021):
 
-    `label_smoothing` and `class_weights` change the cross-entropy alone.
+    - The denominator sums p and g. Milletari et al. sum their squares.
+    - Dice is computed for each sample separately.
+    - The background is left out.
+    - The loss is added to cross-entropy with equal weight.
+
+    Classes that a sample does not have stay in its mean. Their D_c is largest if they are not
+    predicted. `label_smoothing` and `class_weights` change the cross-entropy alone.
     """
 
-    loss: LossName = "both"  # Loss of a sample: cross-entropy, dice (soft Dice), or both added up
-    background: bool = False  # Class 0 counts in the Dice loss and in the means of Dice and IoU
-    smooth: float = 1e-5  # Voxels added to both sides of soft Dice, which keep it from being 0 / 0
+    loss: LossName = "both"  # Loss of a sample: cross-entropy, dice (soft Dice), or both (the sum).
+    background: bool = False  # Count class 0 in the Dice loss and in the means of Dice and IoU.
+    smooth: float = 1e-5  # Constant in numerator and denominator of soft Dice that prevents 0 / 0.
 
     usual_metrics: ClassVar[tuple[str, ...]] = ("dice", "iou", "pooled_dice", "pooled_iou", "loss")
 
@@ -49,7 +53,7 @@ class Segmentation(Classification):
         within(self, smooth="(0, inf)")
         super().__post_init__()
 
-    # --- targets ----------------------------------------------------------------------------------
+    # --- targets ---------------------------------------------------------------------------------
 
     @property
     def counts_background(self) -> bool:
@@ -59,9 +63,9 @@ class Segmentation(Classification):
         """Return the task with Dice of every foreground class among its usual metrics."""
         if self.metrics or len(output_shape) < 2:
             return self
-        main, *others = self.usual_metrics
+        main, *other_metrics = self.usual_metrics
         by_class = [f"dice_{label}" for label in range(self._first, output_shape[1])]
-        return replace(self, metrics=(main, *by_class, *others))
+        return replace(self, metrics=(main, *by_class, *other_metrics))
 
     @property
     def _first(self) -> int:
@@ -80,31 +84,36 @@ class Segmentation(Classification):
         return super().unfit(targets, output_shape)
 
     def check_whole(self, targets: Tensor, name: str) -> None:
-        """Refuse masks without foreground, and the value 255 far above all classes.
+        """Refuse masks without foreground, and the value 255 if it is far above all classes.
 
-        Nothing can be learnt or measured without foreground. 255 usually marks pixels that do not count, or is the
-        white of black and white masks. The model would have 256 classes, of which most are never seen.
+        Without foreground nothing can be learnt or measured. The value 255 usually marks pixels
+        that do not count, or is the white of black and white masks. As a class it would give the
+        model 256 classes, most of which never occur.
         """
         counted = targets[targets != self.ignore]
-        others = counted[counted != UNLABELLED]
-        if len(others) < len(counted) and (not len(others) or int(others.max()) < UNLABELLED // 2):
-            largest = f" and no other above {int(others.max())}" if len(others) else " alone"
+        labelled = counted[counted != UNLABELLED]
+        if len(labelled) < len(counted) and (
+            not len(labelled) or int(labelled.max()) < UNLABELLED // 2
+        ):
+            largest = f" and no other above {int(labelled.max())}" if len(labelled) else " alone"
             raise DataError(
-                f"Segmentation was asked for on {name}; its masks have the value {UNLABELLED}{largest}. If it marks "
-                f"voxels that do not count, task.ignore = {UNLABELLED} would fit. If it is a class, number classes "
+                f"Segmentation was asked for on {name}; its masks have the value "
+                f"{UNLABELLED}{largest}. If it marks "
+                f"voxels that do not count, task.ignore = {UNLABELLED} would fit. If it is a "
+                "class, number classes "
                 "from 0 on without gaps."
             )
         if bool((counted >= self._first).any()):
             return
-        other = ", or task.background = true if class 0 is no background"
+        hint = ", or task.background = true if class 0 is no background"
         raise DataError(
             f"Segmentation was asked for on {name}; its {len(targets)} masks have no foreground: "
             f"all values are from {int(targets.min())} to {int(targets.max())}, and {self.ignore} "
             f"does not count. Masks with classes from {self._first} on would fit"
-            f"{'' if self.background else other}."
+            f"{'' if self.background else hint}."
         )
 
-    # --- loss -------------------------------------------------------------------------------------
+    # --- loss ------------------------------------------------------------------------------------
 
     @property
     def is_plain_entropy(self) -> bool:
@@ -132,13 +141,19 @@ class Segmentation(Classification):
         return self.mean(self.losses(outputs, targets), targets, weights)
 
     def mean(self, losses: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Average values of single samples. A batch in which nothing counts has mean 0."""
+        """Average values over samples. A batch in which nothing counts has mean 0.
+
+        Args:
+            losses: (sample,) Values to average.
+            targets: (sample, *size) Masks, which determine the samples that count.
+            weights: (sample,) Factor of each sample. None: 1 for each.
+        """
         if weights is not None:
             losses = losses * weights
         return losses.sum() / self.total(targets).clamp(min=1).to(losses.dtype)
 
     def _entropies(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return each sample's mean cross-entropy. With class weights it divides by their sum."""
+        """Return each sample's mean cross-entropy. The divisor is the sum of the class weights."""
         entropies = super().losses(outputs, targets).flatten(1).sum(1)
         counted = self._voxels(targets)
         weights = self._class_weights(entropies.dtype, targets.device)
@@ -150,8 +165,8 @@ class Segmentation(Classification):
         return entropies / divisor.where(divisor > 0, 1.0)
 
     def _dice_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return each sample's soft Dice loss, 1 − smooth / smooth = 0 where no voxel counts."""
-        # Sums over many voxels in half precision would be wrong in the first digits.
+        """Return each sample's soft Dice loss. It is 0 if no voxel of the sample counts."""
+        # Half precision is too inexact for sums over many voxels.
         dtype = torch.promote_types(outputs.dtype, torch.float32)
         counted = self._voxels(targets).flatten(1).unsqueeze(1)
         probabilities = outputs.to(dtype).softmax(1).flatten(2) * counted  # (sample, class, voxel)
@@ -164,7 +179,16 @@ class Segmentation(Classification):
         return 1 - dice[:, self._first :].mean(1)
 
     def divergences(self, outputs: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
-        """Return each sample's mean of KL(teacher ‖ outputs) over its voxels that count: (sample,)."""
+        """Return each sample's mean of KL(teacher ‖ outputs) over the voxels that count.
+
+        Args:
+            outputs: (sample, class, *size) Logits of the net that learns.
+            teacher: (sample, class, *size) Logits of the net that it learns from.
+            targets: (sample, *size) Masks, which determine the voxels that count.
+
+        Returns:
+            (sample,) Divergences.
+        """
         counted = self._voxels(targets)
         by_voxel = divergence(outputs, teacher) * counted
         divisor = counted.flatten(1).sum(1).clamp(min=1)

@@ -1,4 +1,4 @@
-"""The abstract task: how targets, loss and metrics belong together."""
+"""The abstract task, which defines targets, loss and metrics."""
 
 from __future__ import annotations
 
@@ -14,66 +14,67 @@ from torch import Tensor
 
 from fedquilt.checks import refuse, within
 from fedquilt.errors import ConfigError, DataError
-from fedquilt.tasks.metrics import CollectedMetric, Kind, Metric, SumMetric, find_metric
+from fedquilt.tasks.metrics import CollectedMetric, EvalSpec, Metric, SumMetric, find_metric
 
 
 class Augment(Protocol):
     """Random crops and flips of one batch, which `Task.augment_targets` can apply to targets."""
 
     def __call__(self, images: Tensor, padding: float = 0.0, /) -> Tensor:
-        """Return images (sample, channel, *size), moved as the inputs were moved.
+        """Return images that are cropped and flipped exactly like the inputs.
 
         Args:
-            images: (sample, channel, *size), with the size of the inputs.
+            images: (sample, channel, *size) Images with the size of the inputs.
             padding: Value of pixels that a crop takes from outside of the image.
         """
 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """Meaning of targets, the loss of an output, and its metrics.
+    """A learning task: the meaning of targets, the loss of outputs, and metrics.
 
-    Outputs reach a task with their classes, labels or columns in dimension 1: (sample, class, …).
-    The caller moves that dimension there. `losses`, `total`, `mean_loss`, `divergences` and `sums`
-    are pure: they may be vmapped, differentiated by `torch.func.grad` and captured in a CUDA
-    graph, so nothing in them depends on values.
+    Outputs have their classes, labels or columns in dimension 1: (sample, class, …). The caller
+    moves that dimension there. `losses`, `total`, `mean_loss`, `divergences` and `sums` must be
+    pure functions without control flow that depends on values. They may be called under `vmap` and
+    `torch.func.grad`, and captured in a CUDA graph.
 
-    A subclass of one's own needs `losses`, and `usual_metrics` or `make_metrics`.
+    A new task implements `losses`, and `usual_metrics` or `make_metrics`.
     """
 
     _: KW_ONLY
-    metrics: tuple[str, ...] = ()  # Metrics by name, main one first. Empty: the task's usual ones
-    max_samples: int = 10_000  # Test samples whose outputs are kept for metrics that need them all
+    metrics: tuple[str, ...] = ()  # Names of metrics, the main one first. Empty: the usual ones.
+    max_samples: int = 10_000  # Test samples whose outputs are kept for metrics of all outputs.
 
-    kind: ClassVar[Kind | None] = None  # What targets are. None: a kind of the user's own
-    usual_metrics: ClassVar[tuple[str, ...]] = ("loss",)  # Names of metrics, the main one first
+    kind: ClassVar[EvalSpec | None] = None  # Kind of targets. None: a kind that fedquilt lacks.
+    usual_metrics: ClassVar[tuple[str, ...]] = ("loss",)  # Names of metrics, the main one first.
 
     def __post_init__(self) -> None:
         within(self, max_samples="[1, inf)")
         if isinstance(self.metrics, str):
-            told = (
+            problem = (
                 f"{self.metrics!r} was asked for; a list of names would work: [{self.metrics!r}]."
             )
-            refuse(self, {"metrics": told})
+            refuse(self, {"metrics": problem})
         object.__setattr__(self, "metrics", tuple(self.metrics))  # A list has no hash.
         names = [metric.name for metric in self.measured]
         if not names:
             raise ConfigError(f"{type(self).__name__} has no metrics; it needs at least one.")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(
-                f"{type(self).__name__} has the metric {repeated[0]!r} more than once; name each once."
+                f"{type(self).__name__} has the metric {repeated[0]!r} more than once; name each "
+                "once."
             )
 
-    # --- targets ----------------------------------------------------------------------------------
+    # --- targets ---------------------------------------------------------------------------------
 
     @property
     def has_classes(self) -> bool:
-        """Return True if every target is one class, as masked losses and class rows need it."""
+        """Return True if every target is one class, as masked losses and class rows require."""
         return self.kind == "classes"
 
     @property
     def ignored(self) -> int:
-        """Return the value of targets that do not count, where the task has such a value."""
+        """Return the value of targets that do not count. Only tasks with classes use it."""
         return -100
 
     @property
@@ -87,9 +88,9 @@ class Task(ABC):
         return False
 
     def settled(self, output_shape: Sequence[int]) -> Self:
-        """Return the task with all that depends on the model's output fixed.
+        """Return the task with all settings that depend on the model's output.
 
-        It is called before a run. A task that is settled must stay as it is.
+        It is called before a run. Calling it twice must give the same task.
 
         Args:
             output_shape: Shape of a model's output with its classes in dimension 1.
@@ -97,12 +98,14 @@ class Task(ABC):
         return self
 
     def blank_targets(self, output_shape: Sequence[int]) -> Tensor:
-        """Return targets for samples that have none. All of them count, and their values mean nothing.
+        """Return placeholder targets for samples without targets. All of them count.
 
-        Distillation on public samples needs them, because means divide by the targets that count.
+        Distillation on public samples needs them, because means divide by the number of targets
+        that count.
 
         Args:
-            output_shape: Shape of the outputs with their classes in dimension 1: (sample, class, …).
+            output_shape: Shape of the outputs with their classes in dimension 1: (sample, class,
+                …).
         """
         if self.kind == "classes":
             return torch.full((output_shape[0], *output_shape[2:]), 1 if self.ignored == 0 else 0)
@@ -111,21 +114,21 @@ class Task(ABC):
         )
 
     def num_outputs(self, targets: Tensor, num_classes: int) -> int:
-        """Return how many numbers a model puts out for each sample: target columns, or classes.
+        """Return the number of outputs that a model needs: target columns, or classes.
 
         Args:
             targets: Targets of all samples.
-            num_classes: Classes of the data set, 0 where targets are not classes.
+            num_classes: Classes of the data set. 0: targets are not classes.
         """
         return 1 if targets.dim() == 1 else targets.shape[1]
 
     def unfit(self, targets: Tensor, output_shape: Sequence[int]) -> str:
-        """Return why targets do not fit the output, or an empty string if they do.
+        """Return the reason why targets do not fit the output, or an empty string if they fit.
 
         Args:
             targets: Targets of any number of samples.
             output_shape: Shape of a model's output with its classes in dimension 1. Its first
-                entry does not matter.
+                entry has no effect.
         """
         return ""
 
@@ -135,7 +138,7 @@ class Task(ABC):
         Args:
             targets: Targets of any number of samples.
             output_shape: Shape of a model's output with its classes in dimension 1. Its first
-                entry does not matter.
+                entry has no effect.
             name: Name of the data set for the message.
 
         Raises:
@@ -162,15 +165,14 @@ class Task(ABC):
             name: Name of the data set for the message.
 
         Raises:
-            DataError: As above.
+            DataError: The targets cannot be learnt or measured.
         """
         return
 
     def augment_targets(self, targets: Tensor, augment: Augment) -> Tensor:
-        """Apply to targets what local training does to their inputs (random crops and flips).
+        """Apply the random crops and flips of the inputs to their targets.
 
-        Most targets do not change with it. A task whose targets are images returns
-        `augment(targets)`.
+        Most targets do not change. A task whose targets are images returns `augment(targets)`.
 
         Args:
             targets: Targets of one batch.
@@ -179,15 +181,15 @@ class Task(ABC):
         """
         return targets
 
-    # --- loss -------------------------------------------------------------------------------------
+    # --- loss ------------------------------------------------------------------------------------
 
     @abstractmethod
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of every target, 0 for those that do not count: (sample, …).
+        """Return the loss of every target, (sample, …). It is 0 for targets that do not count.
 
         Args:
-            outputs: (sample, class, …).
-            targets: (sample, …).
+            outputs: (sample, class, …) Outputs of a net.
+            targets: (sample, …) Targets.
         """
 
     def counted(self, targets: Tensor) -> Tensor:
@@ -195,39 +197,44 @@ class Task(ABC):
         return torch.ones_like(targets, dtype=torch.bool)
 
     def total(self, targets: Tensor) -> Tensor:
-        """Return what the mean loss divides by: the number of targets that count."""
+        """Return the divisor of the mean loss, which is the number of targets that count."""
         return self.counted(targets).sum()
 
     def mean_loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the mean loss over the targets that count: the scalar that training descends.
 
-        A sample with many targets (a text with many tokens) counts as often as it has targets that
-        count.
+        The weight of a sample is its number of targets that count, such as the tokens of a text.
 
         Args:
-            outputs: (sample, class, …).
-            targets: (sample, …).
+            outputs: (sample, class, …) Outputs of a net.
+            targets: (sample, …) Targets.
             weights: (sample,) Factor of each sample's losses. The mean still divides by `total`.
                 None: 1 for each.
         """
         return self.mean(self.losses(outputs, targets), targets, weights)
 
     def mean(self, losses: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Average values of single targets, in the shape of `losses`, as `mean_loss` does."""
+        """Average values of single targets as `mean_loss` does.
+
+        Args:
+            losses: (sample, …) Values in the shape of `losses`, 0 for targets that do not count.
+            targets: (sample, …) Targets.
+            weights: (sample,) Factor of each sample. None: 1 for each.
+        """
         if weights is not None:
             losses = losses * weights.reshape(-1, *[1] * (losses.dim() - 1))
         return losses.sum() / self.total(targets).to(losses.dtype)
 
     def divergences(self, outputs: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
-        """Return how far outputs are from a teacher's, for every target.
+        """Return the distance of outputs from a teacher's outputs, for every target.
 
-        It is 0 where they agree and where a target does not count. Distillation uses its mean,
+        It is 0 if both agree or if the target does not count. Distillation uses its mean,
         `divergences(…).sum() / counted(targets).sum()`.
 
         Args:
-            outputs: (sample, class, …) of the net that learns.
-            teacher: (sample, class, …) of the net that it learns from.
-            targets: (sample, …), which say what counts.
+            outputs: (sample, class, …) Outputs of the net that learns.
+            teacher: (sample, class, …) Outputs of the net that it learns from.
+            targets: (sample, …) Targets, which determine the positions that count.
         """
         raise ConfigError(
             f"{type(self).__name__} was asked for with a method that distils; it does not say how "
@@ -236,7 +243,7 @@ class Task(ABC):
             "not distil."
         )
 
-    # --- metrics ----------------------------------------------------------------------------------
+    # --- metrics ---------------------------------------------------------------------------------
 
     @cached_property
     def measured(self) -> tuple[Metric, ...]:
@@ -244,7 +251,7 @@ class Task(ABC):
         return self.make_metrics()
 
     def make_metrics(self) -> tuple[Metric, ...]:
-        """Make the metrics, by the names that were asked for or the task's usual ones."""
+        """Create the metrics that the user names in `metrics`, or the usual ones of the task."""
         names = self.metrics or self.usual_metrics
         return tuple(find_metric(name, self) for name in names)
 
@@ -267,41 +274,41 @@ class Task(ABC):
     ) -> dict[str, Tensor]:
         """Return the sums of one batch for every metric that has sums, by name.
 
-        They add over batches and devices. Whole numbers stay exact, and all others are float64.
+        Sums add over batches and devices. Integers stay exact, and real numbers are float64.
 
         Args:
-            outputs: (sample, class, …).
-            targets: (sample, …).
-            present: (class,) False for classes whose outputs are replaced by `absent` in
-                predictions. None: nowhere.
-            absent: With -inf the class is never predicted. With 0 it is where all other outputs
-                are negative.
+            outputs: (sample, class, …) Outputs of a net.
+            targets: (sample, …) Targets.
+            present: (class,) False for classes whose outputs are replaced by `absent` before a
+                prediction. None: no class is replaced.
+            absent: Replacement. With -inf the class is never predicted. With 0 it is predicted if
+                all other outputs are negative.
         """
         hidden = hide_absent(outputs, present, absent)
-        found: dict[str, Tensor] = {}
+        sums_by_name: dict[str, Tensor] = {}
         for metric in self.measured:
             if not isinstance(metric, SumMetric):
                 continue
-            if metric.same_sums_as in found:
-                found[metric.name] = found[metric.same_sums_as]
+            if metric.same_sums_as in sums_by_name:
+                sums_by_name[metric.name] = sums_by_name[metric.same_sums_as]
             else:
-                seen = hidden if metric.of_predictions else outputs
-                found[metric.name] = _exact(metric.sums(seen, targets))
-        return found
+                visible = hidden if metric.of_predictions else outputs
+                sums_by_name[metric.name] = _exact(metric.sums(visible, targets))
+        return sums_by_name
 
     def metric_of(self, figure: str) -> Metric:
-        """Return the metric that a figure in the records is made of.
+        """Return the metric that a figure in the records shows.
 
         Args:
             figure: A metric's name, `local_NAME` (the mean over clients' own test samples),
-                `NAME/DOMAIN`, or `standard` and `robust`, which are the main metric.
+                `NAME/DOMAIN`, or `standard` and `robust`, which show the main metric.
         """
         name = figure.partition("/")[0]
         named = {metric.name: metric for metric in self.measured}
         return named.get(name) or named.get(name.removeprefix("local_")) or self.main
 
     def values(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the metrics of summed-up sums, by name."""
+        """Return the metrics from sums over all batches, by name."""
         return {
             metric.name: metric.value(totals[metric.name])
             for metric in self.measured
@@ -309,26 +316,31 @@ class Task(ABC):
         }
 
     def collected_values(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return the metrics that need all outputs, of the samples at `kept_positions`."""
+        """Return the metrics that need all outputs, by name.
+
+        Args:
+            outputs: (sample, class, …) Outputs of the samples at `kept_positions`.
+            targets: (sample, …) Their targets.
+        """
         return {metric.name: metric.value(outputs, targets) for metric in self.collected}
 
     def kept_positions(self, count: int) -> Tensor:
-        """Return which of `count` samples are kept: all, or `max_samples` at equal distances."""
-        kept = min(count, self.max_samples)
-        return torch.arange(kept) * count // max(kept, 1)
+        """Return positions of samples to keep: all of `count`, or `max_samples` evenly spaced."""
+        num_kept = min(count, self.max_samples)
+        return torch.arange(num_kept) * count // max(num_kept, 1)
 
     def refuse_collected(self, who: str) -> None:
         """Raise an error if a metric needs outputs where they must not leave a device.
 
         Args:
-            who: What keeps outputs on devices, for the message: "the engine 'remote'".
+            who: Component that keeps outputs on devices, for the message: "the engine 'remote'".
         """
         if names := ", ".join(metric.name for metric in self.collected):
-            others = [metric.name for metric in self.measured if isinstance(metric, SumMetric)]
+            sum_metrics = [metric.name for metric in self.measured if isinstance(metric, SumMetric)]
             raise ConfigError(
                 f"{type(self).__name__} measures {names}, which needs the outputs of all samples; "
                 f"{who} does not let "
-                f"outputs leave a device. task.metrics = {others} would work."
+                f"outputs leave a device. task.metrics = {sum_metrics} would work."
             )
 
 
@@ -340,9 +352,9 @@ def hide_absent(outputs: Tensor, present: Tensor | None, absent: float = -math.i
     """Replace the outputs of classes that are not present.
 
     Args:
-        outputs: (sample, class, …).
-        present: (class,) False where outputs are replaced. None: nowhere.
-        absent: What they are replaced by.
+        outputs: (sample, class, …) Outputs of a net.
+        present: (class,) False for classes whose outputs are replaced. None: no class.
+        absent: Value that replaces them.
     """
     if present is None:
         return outputs
@@ -350,12 +362,17 @@ def hide_absent(outputs: Tensor, present: Tensor | None, absent: float = -math.i
 
 
 def columns_unfit(targets: Tensor, output_shape: Sequence[int]) -> str:
-    """Return why targets are not one for each output, or an empty string if they are.
+    """Return the reason why targets are not one for each output, or an empty string if they are.
 
-    They have shape (sample, k, …) for k outputs, or (sample,) for one output.
+    Args:
+        targets: Targets, which should be (sample, k, …) for k outputs, or (sample,) for one output.
+        output_shape: Shape of a model's output, (sample, k, …).
     """
-    wanted = tuple(output_shape[1:])
-    found = tuple(targets.shape[1:])
-    if found == wanted or (not found and wanted == (1,)):
+    expected = tuple(output_shape[1:])
+    shape = tuple(targets.shape[1:])
+    if shape == expected or (not shape and expected == (1,)):
         return ""
-    return f"the output of a sample has shape {wanted} and asks for as many targets; they have shape {found}"
+    return (
+        f"the output of a sample has shape {expected} and asks for as many targets; they have "
+        f"shape {shape}"
+    )

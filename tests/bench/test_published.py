@@ -12,7 +12,7 @@ from torch import nn
 import fedquilt as fq
 from bench import published
 from fedquilt.models import PreResNet
-from fedquilt.round.serve import ready
+from fedquilt.round.evaluate import ready
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.terms import Job
 
@@ -24,15 +24,15 @@ def _net(share: float) -> nn.Module:
     return PreResNet((1, 1), 4, 1, widths=[int(share * width) for width in (4, 8)]).double()
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_a_published_round_is_a_round(
     residual: fq.Family, make_data: Any, play: Any, engine: str
 ) -> None:
     data = make_data(residual, [12, 10, 15, 10, 7], labels=2)
-    optimiser = SGD(lr=0.1, momentum=0.9, decay=5e-4, clip=published.CLIP)
+    optimizer = SGD(lr=0.1, momentum=0.9, weight_decay=5e-4, clip=published.CLIP)
     method = replace(
         fq.methods.HeteroFL(),
-        local=replace(fq.methods.HeteroFL().local, optimiser=optimiser, batch_size=BATCH),
+        local=replace(fq.methods.HeteroFL().local, optimizer=optimizer, batch_size=BATCH),
     )
     run = play(
         method, residual, data, SHARES, engine, rounds=1, evaluation=fq.Evaluation(batch_size=BATCH)
@@ -48,9 +48,9 @@ def test_a_published_round_is_a_round(
         start = published.distribute(weights, indices[-1])
         batches = run.engine.batches(job, method.learner(job, run.world))
         settings = {
-            "lr": optimiser.lr,
-            "momentum": optimiser.momentum,
-            "weight_decay": optimiser.decay,
+            "lr": optimizer.lr,
+            "momentum": optimizer.momentum,
+            "weight_decay": optimizer.weight_decay,
         }
         states.append(
             published.train(net, start, batches, data.inputs, data.targets, own, **settings)

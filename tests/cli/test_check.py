@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fedquilt.cli import main
 from fedquilt.cli.show import check_progress, show_findings
-from fedquilt.conformance import CHECKS, Finding
+from fedquilt.conformance.method import CHECKS, Finding
 
 BROKEN_FILE = """
 from dataclasses import dataclass

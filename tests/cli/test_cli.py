@@ -26,18 +26,18 @@ from safetensors.torch import save_file
 import fedquilt as fq
 from fedquilt.cli import COMMANDS, main
 from fedquilt.cli.options import FLAGS, _given_once, refuse_repeated
-from fedquilt.config import Experiment
 from fedquilt.engines import ENGINES
 from fedquilt.family.norms import NORM_POLICIES
-from fedquilt.fleets import Uniform
+from fedquilt.fleets.budgets import Uniform
+from fedquilt.fleets.fleet import Devices
 from fedquilt.methods import METHODS
 from fedquilt.models import MODELS
-from fedquilt.records import load, read_summary
-from fedquilt.round.clients import Devices
 from fedquilt.round.link import CODECS
 from fedquilt.round.training.objectives import OBJECTIVES
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.folder import load_state, read_summary
+from fedquilt.runs.tracking import TensorBoard
 from fedquilt.studies.papers import presets
-from fedquilt.tracking import TensorBoard
 from tests.conftest import shortened
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ class Mine(fq.methods.Method):
     pace: int = 1
 
 def method():
-    return Mine(local=fq.Local(optimiser=fq.SGD(lr=0.03), batch_size=5))
+    return Mine(local=fq.LocalTraining(optimizer=fq.optimizers.SGD(lr=0.03), batch_size=5))
 
 def net(num_classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, num_classes))
@@ -90,10 +90,10 @@ def pool():
     return fq.data.Pool.of((x, y), (x, y))
 
 def data():
-    return pool().deal(6)
+    return pool().partition(6)
 
 def homes():
-    return replace(pool(), test_domains=torch.arange(60) % 2, domain_names=("mnist", "syn")).deal(6)
+    return replace(pool(), test_domains=torch.arange(60) % 2, domain_names=("mnist", "syn")).partition(6)
 
 def nothing():
     return 3
@@ -153,7 +153,7 @@ def told(capsys: pytest.CaptureFixture[str], *args: str, status: int = 0) -> Any
     return json.loads(capsys.readouterr().out)
 
 
-# --- run --------------------------------------------------------------------------------------------------------
+# --- run ----------------------------------------------------------------------------------------
 
 
 def test_the_demo_learns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,9 +171,10 @@ def test_output_that_is_no_terminal_is_plain_text() -> None:
     assert "│" not in done.stdout
     lines = done.stdout.splitlines()
     assert lines[0] == (
-        "settings: demo (lr 0.1, 1 epoch, batch 16, 2 of 4 clients, shares 1, 0.5, 0.25, 1 round, seed 0)"
+        "settings: demo (lr 0.1, 1 epoch, batch 16, 2 of 4 clients, shares 1, 0.5, 0.25, 1 round, "
+        "seed 0)"
     )
-    assert lines[1] == "heterofl on digits: tiny_resnet for 4 clients, 2 a round, vectorised on cpu"
+    assert lines[1] == "heterofl on digits: tiny_resnet for 4 clients, 2 a round, vectorized on cpu"
     assert lines[2].startswith("round 1/1  loss ")
     assert lines[3].split() == ["share", "accuracy", "parameters", "MACs", "a", "sample"]
     assert [line.split()[0] for line in lines[4:7]] == ["1", "0.5", "0.25"]
@@ -237,13 +238,14 @@ def test_a_seed_repeats_a_run(own: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert found[0] != found[2]
 
 
+# They take the time of their relatives.
 ABLATIONS = (
     "fedseq",
     "fedrush",
     "fedslim",
     "fjord",
     "sheterofl",
-)  # They take the time of their relatives.
+)
 
 
 @pytest.mark.parametrize(
@@ -267,14 +269,14 @@ def test_a_run_may_start_from_given_weights(own: Path, capsys: pytest.CaptureFix
     assert "cannot be read as safetensors" in capsys.readouterr().err
 
 
-# --- settings ---------------------------------------------------------------------------------------------------
+# --- settings -----------------------------------------------------------------------------------
 
 SETTINGS = """
 rounds = 2
 method = { name = "fedrolex", shift = 1 }
 model = "mine.py:net"
 data = "mine.py:data"
-fleet = { sample = 3, budgets = { "1.0" = 0.5, "0.5" = 0.5 } }
+fleet = { cohort = 3, budgets = { "1.0" = 0.5, "0.5" = 0.5 } }
 engine = "sequential"
 """
 
@@ -302,7 +304,7 @@ def test_a_file_holds_an_experiment_and_flags_change_it(
     written = tomllib.loads(Path("d/config.toml").read_text())
     assert written["method"]["shift"] == 2
     assert written["method"]["local"]["norm"] == "tracked"
-    assert written["method"]["local"]["optimiser"]["lr"] == 0.3
+    assert written["method"]["local"]["optimizer"]["lr"] == 0.3
     assert written["fleet"]["clients"] == 6
 
 
@@ -318,27 +320,27 @@ def test_the_resolved_file_alone_repeats_the_run_bit_for_bit(
         "--labels",
         "2",
     ]
-    more = ["--set", "method.local.optimiser.momentum=0", "--clients", "5"]
+    more = ["--set", "method.local.optimizer.momentum=0", "--clients", "5"]
     first = told(capsys, "run", *asked, *more, "--out", "one")
     again = told(capsys, "run", "one/config.toml", "--out", "two")
     assert first | {"seconds": 0} == again | {"seconds": 0}
     assert Path("one/config.toml").read_text() == Path("two/config.toml").read_text()
-    ours, theirs = load("one").weights, load("two").weights
+    ours, theirs = load_state("one").weights, load_state("two").weights
     for name, weight in ours.items():
         assert torch.equal(weight, theirs[name])
 
 
 def test_all_problems_are_told_at_once(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("a.toml").write_text(
-        SETTINGS.replace("shift", "shfit").replace("sample", "smaple") + "seed = true\n"
+        SETTINGS.replace("shift", "shfit").replace("cohort", "cohrot") + "seed = true\n"
     )
-    assert main(["run", "a.toml", "--engine", "vectorized", "--lr", "0", "--set", "a.b=1"]) == 2
+    assert main(["run", "a.toml", "--engine", "vectorised", "--lr", "0", "--set", "a.b=1"]) == 2
     first, *lines = capsys.readouterr().err.splitlines()
     assert first == "ConfigError: 6 problems in a.toml:"
     assert [line.split(": ")[0].strip() for line in lines] == [
         "method.shfit",
-        "method.local.optimiser.lr (--lr)",
-        "fleet.smaple",
+        "method.local.optimizer.lr (--lr)",
+        "fleet.cohrot",
         "engine.name (--engine)",
         "seed",
         "a (--set)",
@@ -356,11 +358,13 @@ LISTED = ["--method", "fedrolex"], ["--method", "fedrescue"], ["--method", "mine
 
 @pytest.mark.parametrize("method", LISTED, ids=" ".join)
 def test_the_demos_federation_belongs_to_its_data_and_model(own: Path, method: list[str]) -> None:
-    """With another model or other data the method's defaults hold, those that `fedquilt list methods` shows."""
+    """With another model or other data the method's defaults hold, those that `fedquilt list
+    methods` shows.
+    """
     demo = asked(*method, "--labels", "2", "--set", "model.norm=group", "--set", "data.public=0.1")
-    assert demo.fleet == Devices(sample=0.5, budgets=Uniform((1.0, 0.5, 0.25)))
+    assert demo.fleet == Devices(cohort=0.5, budgets=Uniform((1.0, 0.5, 0.25)))
     local = demo.method.local
-    assert (local.optimiser.lr, local.batch_size, local.epochs) == (0.1, 16, 2)
+    assert (local.optimizer.lr, local.batch_size, local.epochs) == (0.1, 16, 2)
     for parts in (
         ["--model", "mine.py:net"],
         ["--data", "mine.py:pool"],
@@ -376,15 +380,17 @@ def test_the_demos_federation_belongs_to_its_data_and_model(own: Path, method: l
 def test_defaults_are_those_that_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     listed = told(capsys, "list", "methods", "fedrolex")["fedrolex"]["defaults"]["local"]
     local = asked("--method", "fedrolex", "--model", "mlp").method.local
-    assert listed["optimiser"]["lr"] == local.optimiser.lr
+    assert listed["optimizer"]["lr"] == local.optimizer.lr
     assert (listed["batch_size"], listed["epochs"]) == (local.batch_size, local.epochs)
 
 
 def test_a_function_in_a_file_says_itself_how_clients_train(own: Path) -> None:
-    """A class does not, any more than one with a name of ours: it is trained as what it is compared with."""
+    """A class does not, any more than one with a name of ours: it is trained as what it is compared
+    with.
+    """
     local = asked("--method", "mine.py:method").method.local
-    assert (local.optimiser.lr, local.batch_size, local.epochs) == (0.03, 5, 1)
-    assert asked("--method", "mine.py:method", "--lr", "0.2").method.local.optimiser.lr == 0.2
+    assert (local.optimizer.lr, local.batch_size, local.epochs) == (0.03, 5, 1)
+    assert asked("--method", "mine.py:method", "--lr", "0.2").method.local.optimizer.lr == 0.2
 
 
 OTHER = [*TINY[:4], "--cohort", "2"]
@@ -418,19 +424,22 @@ def default_values(training: str = "lr 0.05, 1 epoch, batch 32") -> str:
         (
             ["run", "--method", "fedavg", *OTHER, "--set", "method.preset='cifar10'"],
             [
-                f"settings: fedavg's preset cifar10 {default_values('lr 0.01 (steps), 5 epochs, batch 128')}"
+                "settings: fedavg's preset cifar10 "
+                f"{default_values('lr 0.01 (steps), 5 epochs, batch 128')}"
             ],
         ),
         (
-            ["run", "a.toml", "--set", "method.local.optimiser.name=adam"],
+            ["run", "a.toml", "--set", "method.local.optimizer.name=adam"],
             [f"settings: a.toml {values('adam, lr 0.001, 1 epoch, batch 32', '3 of 6', '1, 0.5')}"],
         ),
         (["compare", "fedavg", "heterofl"], [f"settings: demo {values()}"]),
         (
             ["compare", "fedavg", "fedrescue", "heterofl", *OTHER],
             [
-                f"settings of fedavg, heterofl: fedavg's defaults, heterofl's defaults {default_values()}",
-                f"settings of fedrescue: fedrescue's defaults {default_values('lr 0.1, 1 epoch, batch 32')}",
+                "settings of fedavg, heterofl: fedavg's defaults, heterofl's defaults "
+                f"{default_values()}",
+                "settings of fedrescue: fedrescue's defaults "
+                f"{default_values('lr 0.1, 1 epoch, batch 32')}",
             ],
         ),
     ],
@@ -502,7 +511,10 @@ def test_a_flag_of_several_values_is_given_once(capsys: pytest.CaptureFixture[st
     said = "--seeds was given as 0 and again as 1; give all values at once, as in --seeds A B."
     assert capsys.readouterr().err == f"ConfigError: {said}\n"
     assert main(["compare", "fedavg", "--grid", "method.local.epochs=1,", "2"]) == 2
-    said = "--grid method.local.epochs=1, 2 was asked for; write values without spaces: method.local.epochs=1,2."
+    said = (
+        "--grid method.local.epochs=1, 2 was asked for; write values without spaces: "
+        "method.local.epochs=1,2."
+    )
     assert capsys.readouterr().err == f"ConfigError: {said}\n"
     assert main(["compare", "--resume", "folder", "--seeds", "5"]) == 2
     flags = "--target, --jobs, --baseline, --metric, --format, --yes, --trust and --json"
@@ -537,7 +549,7 @@ def test_every_flag_is_a_setting(own: Path) -> None:
     Path("a.toml").write_text(SETTINGS)
     Path("x").touch()
     values: dict[str, Any] = {
-        "method": "fedavg", "model": ("tiny_resnet",), "data": "digits", "engine": "vectorised", "device": "cpu",
+        "method": "fedavg", "model": ("tiny_resnet",), "data": "digits", "engine": "vectorized", "device": "cpu",
         "precision": "fp64", "rounds": 7, "seed": 8, "init": "x", "clients": 9, "cohort": 0.25, "labels": 4,
         "lr": 0.7, "batch_size": 3, "epochs": 5, "track": ("tensorboard",), "link": "lq8", "task": "classification",
         "max_bytes": 10**9,
@@ -548,19 +560,19 @@ def test_every_flag_is_a_setting(own: Path) -> None:
         "method": "fedavg",
         "model": "tiny_resnet",
         "data": "digits",
-        "engine": "vectorised",
+        "engine": "vectorized",
     }
     local = experiment.method.local
-    assert (local.optimiser.lr, local.batch_size, local.epochs) == (0.7, 3, 5)
+    assert (local.optimizer.lr, local.batch_size, local.epochs) == (0.7, 3, 5)
     assert (experiment.rounds, experiment.seed, experiment.init) == (7, 8, "x")
-    assert (experiment.fleet.clients, experiment.fleet.sample) == (9, 0.25)
+    assert (experiment.fleet.clients, experiment.fleet.cohort) == (9, 0.25)
     assert experiment.data.partition == fq.data.Labels(labels=4)
     assert (experiment.engine.device, experiment.engine.precision) == ("cpu", "fp64")
-    assert experiment.tracking == (TensorBoard(),)
+    assert experiment.trackers == (TensorBoard(),)
     assert experiment.link == fq.Link.preset("lq8")
 
 
-# --- folders ----------------------------------------------------------------------------------------------------
+# --- folders ------------------------------------------------------------------------------------
 
 
 def test_a_run_leaves_a_folder(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -602,7 +614,7 @@ def test_a_finished_run_tells_its_summary_or_trains_longer(
     assert longer["rounds"] == 4
     assert tomllib.loads(Path("d/config.toml").read_text())["rounds"] == 4
     told(capsys, "run", *TINY, "--rounds", "4", "--out", "whole")
-    ours, theirs = load("d").weights, load("whole").weights
+    ours, theirs = load_state("d").weights, load_state("whole").weights
     for name, weight in ours.items():
         assert torch.equal(weight, theirs[name])
 
@@ -617,8 +629,7 @@ def test_a_run_goes_on_with_its_own_settings(own: Path, capsys: pytest.CaptureFi
     assert main(["run", "--resume", "empty"]) == 2
     assert "--resume empty was asked for; there is no run in it." in capsys.readouterr().err
     Experiment.of(tomllib.loads(Path("d/config.toml").read_text())).prepare().save("scripted")
-    assert main(["run", "--resume", "scripted"]) == 2
-    assert "that run was begun by a script" in capsys.readouterr().err
+    assert main(["run", "--resume", "scripted"]) == 0
 
 
 def started(*args: str, cwd: Path) -> subprocess.Popen[str]:
@@ -652,10 +663,10 @@ def test_an_interrupted_run_says_how_to_go_on(
         f"The run was stopped after round {done} of 3000. Go on with: fedquilt run --resume 'a run'"
         in err
     )
-    assert load("a run").round == done
+    assert load_state("a run").round == done
     assert told(capsys, "run", "--resume", "a run", "--rounds", str(done + 2))["rounds"] == done + 2
     told(capsys, "run", *TINY, "--rounds", str(done + 2), "--out", "whole")
-    ours, theirs = load("a run").weights, load("whole").weights
+    ours, theirs = load_state("a run").weights, load_state("whole").weights
     for name, weight in ours.items():
         assert torch.equal(weight, theirs[name])
 
@@ -666,7 +677,7 @@ def test_without_a_folder_nothing_is_kept(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedquilt.experiment.Run.train", interrupted)
+    monkeypatch.setattr("fedquilt.runs.run.Run.train", interrupted)
     assert main(["run", *TINY]) == 130
     assert capsys.readouterr().err == (
         "Interrupted. The run was stopped after round 0 of 20. "
@@ -677,7 +688,7 @@ def test_without_a_folder_nothing_is_kept(
 def test_a_folder_is_written_by_one_run_at_a_time(
     own: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fedquilt.records import Folder
+    from fedquilt.runs.folder import Folder
 
     told(capsys, "run", *TINY, "--rounds", "1", "--out", "d")
     with Folder.resume("d"):
@@ -774,7 +785,7 @@ def test_a_summary_of_another_run_is_noticed(own: Path, capsys: pytest.CaptureFi
     )
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------
+# --- mistakes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -783,9 +794,9 @@ def test_a_summary_of_another_run_is_noticed(own: Path, capsys: pytest.CaptureFi
         (["--method", "fedrolx"], "Did you mean 'fedrolex'?"),
         (["--model", "tiny_resnt"], "Did you mean 'tiny_resnet'?"),
         (["--data", "digit"], "Did you mean 'digits'?"),
-        (["--engine", "vectorized"], "Did you mean 'vectorised'?"),
+        (["--engine", "vectorised"], "It is called 'vectorized' now."),
         (["--rounds", "0"], "rounds (--rounds): 0 was asked for; it must lie in [1, inf)."),
-        (["--lr", "nan"], "method.local.optimiser.lr (--lr): nan was found; a finite number"),
+        (["--lr", "nan"], "method.local.optimizer.lr (--lr): nan was found; a finite number"),
         (["--cohort", "50"], "a cohort of 50 was asked for; the fleet has 20 clients"),
         (["--clients", "5000"], "5000 clients were asked for"),
         (["--labels", "11"], "11 labels a client were asked for; digits has 10 classes"),
@@ -830,8 +841,8 @@ def test_a_summary_of_another_run_is_noticed(own: Path, capsys: pytest.CaptureFi
             "together with --model, which sets model.name. One of them",
         ),
         (
-            ["--lr", "1", "--set", "method.local.optimiser.lr=2"],
-            "with --lr, which sets method.local.optimiser.lr.",
+            ["--lr", "1", "--set", "method.local.optimizer.lr=2"],
+            "with --lr, which sets method.local.optimizer.lr.",
         ),
         (["--set", "rounds=ten"], "rounds (--set): 'ten' was found; a whole number would fit."),
         (["--set", "method.local={epochs=0}"], "method.local.epochs (--set): 0 was asked for"),
@@ -867,7 +878,9 @@ def test_a_run_that_fails_exits_with_1(own: Path, capsys: pytest.CaptureFixture[
 
 
 def test_methods_that_ignore_budgets_say_so(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Under the table of accuracies by share, which are of one common net then, and in the list of methods."""
+    """Under the table of accuracies by share, which are of one common net then, and in the list of
+    methods.
+    """
     quick = ["--clients", "4", "--cohort", "1", "--rounds", "1"]
     assert main(["run", "--method", "fedprox", "--set", "method.share=0.5", *quick]) == 0
     *_, note, _ = capsys.readouterr().out.splitlines()
@@ -934,7 +947,7 @@ def test_a_target_over_a_link_with_a_clock_is_told_in_its_time(
     assert f", {over:,.1f} s over the link" in capsys.readouterr().out.splitlines()[1]
 
 
-# --- list and probe ---------------------------------------------------------------------------------------------
+# --- list and probe -----------------------------------------------------------------------------
 
 
 def test_methods_are_listed_with_paper_options_and_defaults(
@@ -946,9 +959,9 @@ def test_methods_are_listed_with_paper_options_and_defaults(
     assert rolex["paper"] == "Alam et al. 2022"
     assert rolex["options"]["shift"] == "int"
     assert rolex["defaults"]["shift"] == 1
-    assert rolex["defaults"]["local"]["optimiser"]["name"] == "sgd"
+    assert rolex["defaults"]["local"]["optimizer"]["name"] == "sgd"
     assert rolex["help"]["shift"].startswith(
-        "channels the window moves each round; 0 gives HeteroFL"
+        "Channels that the window moves each round. 0 gives HeteroFL"
     )
     assert {"paper", "released-settings"} <= set(rolex["presets"])
     for name, entry in listed.items():
@@ -1045,7 +1058,7 @@ def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert listed["objectives"]["proximal"]["defaults"] == {"mu": 0.01}
     assert list(listed["norms"]) == list(NORM_POLICIES)
     assert all(entry["summary"] for entry in listed["norms"].values())
-    assert listed["norms"]["local-all"]["defaults"] == {"affine": "local"}
+    assert listed["norms"]["per_client-all"]["defaults"] == {"affine": "local"}
     assert list(listed["models"]) == list(MODELS)
     assert listed["models"]["preresnet18"]["parameters"] == 11_172_170
     assert listed["data"]["digits"]["defaults"]["public"] == 0.0
@@ -1127,6 +1140,38 @@ def test_a_link_by_name_can_be_changed_and_is_shown(
     assert "s over the link" in shown.splitlines()[-1]
 
 
+def test_a_deadline_is_set_shown_and_listed(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = [
+        "--link",
+        "mobile",
+        "--set",
+        "link.clock.up=[1e6, 1e3, 1e6]",
+        "--set",
+        "link.clock.deadline=1",
+    ]
+    assert main(["run", *TINY, "--rounds", "1", *slow, "--clients", "3", "--out", "late"]) == 0
+    shown = capsys.readouterr().out
+    assert "updates dropped after 1 s" in shown
+    assert shown.splitlines()[-1].endswith("1.0 s over the link, 1 late update dropped")
+    record = json.loads(Path("late/rounds.jsonl").read_text())
+    assert (record["late"], record["late_clients"]) == (1, [1])
+    assert json.loads(Path("late/summary.json").read_text())["late"] == 1
+    assert main(["clients", "late"]) == 0
+    assert "rounds late" in capsys.readouterr().out
+    assert [one["late"] for one in told(capsys, "clients", "late")["clients"]] == [0, 1, 0]
+
+    assert main(["list", "links", "mobile"]) == 0
+    (row,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("clock.deadline")
+    ]
+    assert "Seconds of simulated time after which updates are dropped" in row
+    assert main(["run", *TINY, *slow[:-1], "link.clock.deadline=0"]) == 2
+    assert (
+        "link.clock.deadline (--set): 0.0 was asked for; it must lie in (0, inf)"
+        in capsys.readouterr().err
+    )
+
+
 def test_a_link_by_name_replaces_that_of_a_file(own: Path) -> None:
     from fedquilt.cli import RunRequest
 
@@ -1139,13 +1184,15 @@ def test_a_link_by_name_replaces_that_of_a_file(own: Path) -> None:
             .link
         )
 
-    own_link = fq.Link(loss=fq.Columns(0.3), codec=fq.Codec(4))
+    own_link = fq.Link(loss=fq.links.ColumnLoss(0.3), codec=fq.links.Codec(4))
     assert link() == own_link
-    assert link(link="lq8") == fq.Link(codec=fq.Codec(8))
-    assert link("link.loss.name=wireless", link="lq8") == fq.Link(fq.Wireless(), fq.Codec(8))
-    assert link("link.loss.name=wireless") == replace(own_link, loss=fq.Wireless())
-    assert link("link.codec.keep=0.5") == replace(own_link, codec=fq.Codec(4, 0.5))
-    assert link("link.name=sp10") == fq.Link(codec=fq.Codec(keep=0.1))
+    assert link(link="lq8") == fq.Link(codec=fq.links.Codec(8))
+    assert link("link.loss.name=wireless", link="lq8") == fq.Link(
+        fq.links.Wireless(), fq.links.Codec(8)
+    )
+    assert link("link.loss.name=wireless") == replace(own_link, loss=fq.links.Wireless())
+    assert link("link.codec.keep=0.5") == replace(own_link, codec=fq.links.Codec(4, 0.5))
+    assert link("link.name=sp10") == fq.Link(codec=fq.links.Codec(keep=0.1))
 
 
 BASE = [
@@ -1169,8 +1216,8 @@ def test_links_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_of_them_is_listed_with_all_one_can_set(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "methods", "fedrolex"]) == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
-    assert rows["local.optimiser"].split()[1:7] == ["sgd", "|", "adam", "|", "adamw", "sgd"]
-    assert "channels the window moves each round" in rows["shift"]
+    assert rows["local.optimizer"].split()[1:7] == ["sgd", "|", "adam", "|", "adamw", "sgd"]
+    assert "Channels that the window moves each round" in rows["shift"]
     assert "fedrolex-cifar10-low | " in rows["preset"]
     assert main(["list", "data", "digits"]) == 0
     assert "that is held back for validation. 0: none" in capsys.readouterr().out
@@ -1182,20 +1229,18 @@ def test_one_of_them_is_listed_with_all_one_can_set(capsys: pytest.CaptureFixtur
 def test_what_is_listed_can_be_set(name: str) -> None:
     """Setting every path that is listed to the default that is listed changes nothing."""
     from fedquilt.cli.listing import options
-    from fedquilt.config import assign
+    from fedquilt.runs.experiment import assign
 
     parts = {"model": "tiny_resnet", "data": "digits"}
     settings = {"method": {"name": name}, **parts}
     rows = options("methods", name)
-    absent = tuple(
-        path for path, row in rows.items() if row["default"] == "none"
-    )  # tables that are not there
+    # tables that are not there
+    absent = tuple(path for path, row in rows.items() if row["default"] == "none")
     for path, row in rows.items():
         if path.startswith(absent):
             continue
-        chosen = row["type"].startswith(
-            ("fedavg", "sgd", "constant", "plain", "batch |")
-        )  # by its name
+        # by its name
+        chosen = row["type"].startswith(("fedavg", "sgd", "constant", "plain", "batch |"))
         if row["default"] != "null" and "(" not in path:
             keys = ["method", *path.split("."), *(["name"] if chosen else [])]
             assign(settings, keys, row["default"] if chosen else json.loads(row["default"]))
@@ -1204,37 +1249,38 @@ def test_what_is_listed_can_be_set(name: str) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_listed_of_others_can_be_set_with_their_name(name: str) -> None:
-    """`local.optimiser.beta1 (adam)` is an option of Adam, with the default that it has."""
+    """`local.optimizer.beta1 (adam)` is an option of Adam, with the default that it has."""
     from fedquilt.cli.listing import options
-    from fedquilt.config import assign
+    from fedquilt.config.settings import label
     from fedquilt.round.merge import Plain
-    from fedquilt.settings import label
+    from fedquilt.runs.experiment import assign
 
     listed = options("methods", name)
-    # What belongs to the method that ProgFed trains with is set below its name, or as if it were ProgFed's own.
+    # What belongs to the method that ProgFed trains with is set below its name, or as if it were
+    # ProgFed's own.
     rows = {path.removeprefix("over."): row for path, row in listed.items() if path.count("(") == 1}
     needed = {"local.schedule.milestones (steps)": "[3]", "local.schedule.rounds (cosine)": "9"}
-    own_server = METHODS[name]().server if name in ("fedavgm", "fedadam", "fedyogi") else Plain()
+    own_server = (
+        METHODS[name]().server_optimizer if name in ("fedavgm", "fedadam", "fedyogi") else Plain()
+    )
     servers = {"server_momentum", "server_adam", "server_yogi"} - {label(type(own_server))}
     last_options = {"server_momentum": "momentum", "server_adam": "tau", "server_yogi": "tau"}
-    server_rows = {f"server.{last_options[server]} ({server})" for server in servers}
+    server_rows = {f"server_optimizer.{last_options[server]} ({server})" for server in servers}
     assert {
-        "local.optimiser.beta1 (adam)",
+        "local.optimizer.beta1 (adam)",
         "local.schedule.factor (steps)",
         *server_rows,
         *needed,
     } <= {*rows}
     others = {"adam", "adamw", "steps", "cosine"} | servers
-    for other in sorted(
-        others - ({"adam", "adamw"} if name == "scaffold" else set())
-    ):  # which takes plain SGD alone
+    # which takes plain SGD alone
+    for other in sorted(others - ({"adam", "adamw"} if name == "scaffold" else set())):
         own = {path.split()[0]: row for path, row in rows.items() if f" ({other})" in path}
         values = {
             path: needed.get(f"{path} ({other})", row["default"]) for path, row in own.items()
         }
-        tables = {
-            path.rpartition(".")[0] for path in own
-        }  # adamw has two where the server trains nets
+        # adamw has two where the server trains nets
+        tables = {path.rpartition(".")[0] for path in own}
         assert tables
         least = {path: value for path, value in values.items() if own[path]["default"] == "needed"}
         asked = [{"method": name, "model": "tiny_resnet", "data": "digits"} for _ in range(2)]
@@ -1281,11 +1327,14 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("fedquilt 0.")
 
 
-# --- start-up ---------------------------------------------------------------------------------------------------
+# --- start-up -----------------------------------------------------------------------------------
 
 
 def test_importing_the_library_needs_nothing_of_the_command_line() -> None:
-    others = "('rich', 'tyro', 'tomli_w', 'sklearn', 'torchvision', 'datasets', 'matplotlib', 'fedquilt.supernet')"
+    others = (
+        "('rich', 'tyro', 'tomli_w', 'sklearn', 'torchvision', 'datasets', 'matplotlib', "
+        "'fedquilt.supernet')"
+    )
     code = f"import sys, fedquilt; print([m for m in {others} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT
@@ -1294,7 +1343,10 @@ def test_importing_the_library_needs_nothing_of_the_command_line() -> None:
 
 
 def test_help_does_not_wait_for_torch() -> None:
-    code = "import sys\nfrom fedquilt.cli import main\ntry:\n    main(['run', '--help'])\nexcept SystemExit:\n    pass\n"
+    code = (
+        "import sys\nfrom fedquilt.cli import main\ntry:\n    main(['run', '--help'])\nexcept "
+        "SystemExit:\n    pass\n"
+    )
     code += "print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT

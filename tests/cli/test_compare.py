@@ -48,7 +48,7 @@ def test_a_comparison_that_was_stopped_runs_all_that_was_asked_for(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("fedquilt.experiment.Run.train", interrupted)
+        patched.setattr("fedquilt.runs.run.Run.train", interrupted)
         assert main(["compare", "fedavg", "heterofl", *QUICK, "--out", "c"]) == 130
     said = capsys.readouterr().err
     assert (
@@ -58,12 +58,13 @@ def test_a_comparison_that_was_stopped_runs_all_that_was_asked_for(
     assert not Path("c/heterofl").exists()
     assert list(told(capsys, "compare", "--resume", "c")["entries"]) == ["fedavg", "heterofl"]
     assert list(told(capsys, "compare", "heterofl", "--resume", "c")["entries"]) == ["heterofl"]
+    # nothing is forgotten
     assert list(told(capsys, "compare", "--resume", "c")["entries"]) == [
         "fedavg",
         "heterofl",
-    ]  # nothing is forgotten
+    ]
     with monkeypatch.context() as patched:
-        patched.setattr("fedquilt.experiment.Run.train", interrupted)
+        patched.setattr("fedquilt.runs.run.Run.train", interrupted)
         assert main(["compare", "heterofl", "--resume", "c", "--rounds", "2"]) == 130
     assert "Go on with: fedquilt compare heterofl --resume c" in capsys.readouterr().err
 
@@ -103,12 +104,15 @@ def test_a_file_is_no_folder_of_a_study(own: Path, capsys: Capture) -> None:  # 
     Path("file").write_text("")
     assert main(["compare", "fedavg", *QUICK, "--out", "file"]) == 2
     assert capsys.readouterr().err == (
-        "ConfigError: the folder file was asked for; a file is there. Name another folder for the study.\n"
+        "ConfigError: the folder file was asked for; a file is there. Name another folder for the "
+        "study.\n"
     )
 
 
 def test_a_study_keeps_to_its_data(own: Path, capsys: Capture) -> None:  # noqa: F811
-    """A method on other data is refused before the folder has it, so that the study can be continued."""
+    """A method on other data is refused before the folder has it, so that the study can be
+    continued.
+    """
     told(capsys, "compare", "fedavg", *QUICK, "--out", "c")
     assert main(["compare", "local", "--data", "diabetes", "--rounds", "1", "--out", "c"]) == 2
     said = capsys.readouterr().err
@@ -153,7 +157,7 @@ def test_settings_of_one_method_and_files_of_whole_experiments(own: Path, capsys
 def test_a_grid_is_tuned_on_samples_that_are_held_back(own: Path, capsys: Capture) -> None:  # noqa: F811
     grid = [
         "--grid",
-        "method.local.optimiser.lr=0.0001,0.05",
+        "method.local.optimizer.lr=0.0001,0.05",
         "--tuning-rounds",
         "2",
         "--validation",
@@ -162,13 +166,13 @@ def test_a_grid_is_tuned_on_samples_that_are_held_back(own: Path, capsys: Captur
     found = told(capsys, "compare", "fedavg", *QUICK, *grid, "--seeds", "0", "1", "--out", "c")
     tuned = found["tuned"]["fedavg"]
     assert [trial["point"] for trial in tuned["trials"]] == [
-        {"method.local.optimiser.lr": 0.0001},
-        {"method.local.optimiser.lr": 0.05},
+        {"method.local.optimizer.lr": 0.0001},
+        {"method.local.optimizer.lr": 0.05},
     ]
     best = max(tuned["trials"], key=lambda trial: trial["figures"]["0"])
     assert tuned["chosen"] == best["point"]
     assert json.loads(Path("c/fedavg/tuned.json").read_text()) == tuned
-    lr = tuned["chosen"]["method.local.optimiser.lr"]
+    lr = tuned["chosen"]["method.local.optimizer.lr"]
     for seed in (0, 1):
         assert f"lr = {lr}" in Path(f"c/fedavg/seed{seed}/config.toml").read_text()
     trial = Path("c/fedavg/tuning/lr0.05-seed0/config.toml").read_text()
@@ -237,7 +241,7 @@ def test_a_terminal_gets_bars(own: Path) -> None:  # noqa: F811
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ([], "compare nothing was asked for; name each method once"),
+        ([], "compare was asked for without methods; name them, as in compare fedavg heterofl."),
         (["fedavg", "fedavg"], "compare fedavg fedavg was asked for; name each method once"),
         (["fedavg", "fedrolx", "fedbm"], "fedbm: a problem:"),
         (["fedavg", "fedrolex", "--set", "method.shift=2"], "fedavg has no such key"),
@@ -252,9 +256,9 @@ def test_a_terminal_gets_bars(own: Path) -> None:  # noqa: F811
         (["fedavg", "--grid", "method.shift=1,2"], "fedavg has no such key"),
         (
             ["fedavg", "--grid", "method.share="],
-            "write it as --grid method.local.optimiser.lr=0.01,0.1",
+            "write it as --grid method.local.optimizer.lr=0.01,0.1",
         ),
-        (["fedavg", "--grid", "method.local.optimiser.lr=0.1,0.1"], "repeats a value"),
+        (["fedavg", "--grid", "method.local.optimizer.lr=0.1,0.1"], "repeats a value"),
         (
             ["fedavg", "--grid", f"rounds={','.join(map(str, range(1, 1101)))}"],
             "a study of 1,101 runs was asked for; more than 1,000 are started only with --yes",
@@ -283,7 +287,7 @@ def test_a_folder_with_other_settings_is_refused(own: Path, capsys: Capture) -> 
     assert main(["compare", "fedavg", *QUICK, "--out", "c"]) == 0
     assert main(["compare", "fedavg", *QUICK, "--lr", "0.3", "--out", "c"]) == 2
     said = capsys.readouterr().err
-    assert "fedavg: method.local.optimiser.lr is nothing there, 0.3 was asked for" in said
+    assert "fedavg: method.local.optimizer.lr is nothing there, 0.3 was asked for" in said
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
@@ -295,10 +299,14 @@ def test_a_damaged_summary_is_named(own: Path, capsys: Capture, text: str) -> No
 
 
 def test_a_folder_of_the_layout_before_studies_says_how_to_go_on(
-    own: Path, capsys: Capture
-) -> None:  # noqa: F811
+    own: Path,  # noqa: F811
+    capsys: Capture,
+) -> None:
     assert main(["run", *TINY, "--rounds", "1", "--out", "c/fedavg"]) == 0
-    said = "It has the runs fedavg, which an earlier version or `fedquilt run` wrote. Continue each with fedquilt run"
+    said = (
+        "It has the runs fedavg, which an earlier version or `fedquilt run` wrote. Continue "
+        "each with fedquilt run"
+    )
     for args in (["--resume", "c"], ["fedavg", *QUICK, "--out", "c"]):
         assert main(["compare", *args]) == 2
         assert said in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""`fedquilt data prepare`: from published files on a local server to .npz files, and what it says on the way."""
+"""`fedquilt data prepare`: from published files on a local server to .npz files, and what it says
+on the way.
+"""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ import torch
 
 import fedquilt as fq
 from fedquilt.cli import main
-from fedquilt.config import load_run
 from fedquilt.errors import ConfigError, RecordError
-from fedquilt.records import read
+from fedquilt.runs.experiment import load_run
+from fedquilt.runs.folder import read
 from tests.cli.test_cli import OWN, QUICK, told
-from tests.unit.test_export import ONNX
+from tests.unit.deploy.test_export import ONNX
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +74,8 @@ def test_a_run_becomes_a_file(format, here, capsys):
     assert "splitmix after round 1 (checkpoint/00000001.json): a model of share 1 as" in printed
     assert "memory to run" in printed
     assert (
-        "8 nets whose logits are averaged; norms: post; read back, its answers to test samples differ"
-        in printed
+        "8 nets whose logits are averaged; norms: post; read back, its answers to test samples "
+        "differ" in printed
     )
 
 
@@ -95,10 +95,11 @@ def test_budgets_and_clients(here, capsys):
             assert found[bound] == half[bound]
     assert main(["export", "local", "--out", "own.pt2"]) == 2
     assert "LocalOnly leaves its result on the clients" in capsys.readouterr().err
+    # of a wider net than it could hold it has trained nothing
     for client, share in (
         ("0", 1.0),
         ("1", 0.5),
-    ):  # of a wider net than it could hold it has trained nothing
+    ):
         assert (
             told(capsys, "export", "local", "--client", client, "--out", f"{client}.safetensors")[
                 "share"
@@ -127,8 +128,8 @@ def test_several_shares_are_one_file(method, here, capsys):
     assert main(["export", method, *shares, "--out", "all.safetensors"]) == 0
     printed = capsys.readouterr().out
     assert (
-        f"{method} after round 1 (checkpoint/00000001.json): a model of share 1, share 0.5, share 0.25 as safetensors"
-        in printed
+        f"{method} after round 1 (checkpoint/00000001.json): a model of share 1, share 0.5, share "
+        "0.25 as safetensors" in printed
     )
     assert ("up to 8 nets whose logits are averaged" in printed) == (method == "splitmix")
     found = told(capsys, "export", method, *shares, "--out", "all.safetensors", "--force")
@@ -175,7 +176,8 @@ def test_robustness_is_told_also_where_none_was_asked_for(here, capsys):
     for flags, said in (
         (
             [],
-            "norms: post, robustness 0 (the clean net, as none was asked for: --robustness); read back",
+            "norms: post, robustness 0 (the clean net, as none was asked for: --robustness); read "
+            "back",
         ),
         (["--robustness", "0.8"], "norms: post, robustness 0.8; read back"),
     ):
@@ -200,9 +202,8 @@ def test_data_that_is_gone_costs_only_what_needs_it(here, capsys):
         capsys, "export", "heterofl", "--share", "0.5", "--norms", "batch", "--out", "half.pt2"
     )
     assert (batch["norms"], batch["compared"]) == ("batch", "random samples")
-    after = told(
-        capsys, "export", "fedavg", "--share", "0.5", "--out", "two.safetensors"
-    )  # it tracked statistics
+    # it tracked statistics
+    after = told(capsys, "export", "fedavg", "--share", "0.5", "--out", "two.safetensors")
     assert (after["norms"], after["params"]) == ("tracked", before["params"])
     with pytest.raises(
         ConfigError, match=r"trained to round 4; its data cannot be had: .*own\.npz"
@@ -296,7 +297,7 @@ def test_a_run_on_another_machine_is_exported_here(here, capsys):
         .replace('device = "cpu"', 'device = "cuda"')
         .replace('init = ""', 'init = "gone"')
     )
-    config.write_text(text.replace('name = "vectorised"', 'name = "ray"'))
+    config.write_text(text.replace('name = "vectorized"', 'name = "ray"'))
     settings = tomllib.loads(config.read_text())
     assert (settings["engine"]["name"], settings["engine"]["device"], settings["init"]) == (
         "ray",
@@ -339,7 +340,10 @@ def test_mistakes(here, capsys, perceptron, make_data):
             "--out",
             "a.pt2",
         ],
-        "it was put together by a script": ["export", "script", "--out", "a.pt2"],
+        "it was begun by a script, and settings could not be written for all of it:\n  data: "
+        "nothing is known": [
+            *("export", "script", "--out", "a.pt2"),
+        ],
     }
     fq.run(
         fq.methods.FedAvg(),
@@ -364,7 +368,7 @@ def test_devices_and_pipes_are_left_alone(here, capsys):
     with pytest.raises(
         RecordError, match=r"could not be written to pipe: what is there is no file"
     ):
-        load_run("heterofl").customisable((1, 0.5)).save("pipe")
+        load_run("heterofl").customizable((1, 0.5)).save("pipe")
     assert Path("pipe").is_fifo()
 
 

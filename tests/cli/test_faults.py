@@ -1,4 +1,6 @@
-"""Faults on the command line: the user's file and line, the whole trace on request, and ctrl-C while modules load."""
+"""Faults on the command line: the user's file and line, the whole trace on request, and ctrl-C
+while modules load.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,13 @@ class Wrong(fq.methods.FedAvg):
     def learner(self, job, world):
         return None
 
+class Stackless(fq.methods.FedAvg):
+    def fold(self, server, world):
+        fold = super().fold(server, world)
+        class Own:
+            add, join, finish = fold.add, fold.join, fold.finish
+        return Own()
+
 class Diverging(fq.methods.FedAvg):
     def fold(self, server, world):
         fold = super().fold(server, world)
@@ -38,13 +47,13 @@ class Diverging(fq.methods.FedAvg):
         return fold
 
 def net(num_classes):
-    raise ValueError("no net")  # line 25
+    raise ValueError("no net")  # line 32
 
 def large(num_classes):
     return nn.Linear(1 << 30, 1 << 28)
 
 def data():
-    return fq.data.Pool.of((torch.zeros(3, 4), torch.zeros(2)), (torch.zeros(3, 4), torch.zeros(3)))  # line 31
+    return fq.data.Pool.of((torch.zeros(3, 4), torch.zeros(2)), (torch.zeros(3, 4), torch.zeros(3)))  # line 38
 """
 QUICK = ["run", "--rounds", "2", "--clients", "4", "--cohort", "2"]
 
@@ -67,9 +76,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             ["--model", "faulty.py:net"],
             2,
-            "faulty.py:net was called and failed: ValueError: no net (faulty.py:25, in net)",
+            "faulty.py:net was called and failed: ValueError: no net (faulty.py:32, in net)",
         ),
-        (["--data", "faulty.py:data"], 2, "It was raised in faulty.py:31, in data."),
+        (["--data", "faulty.py:data"], 2, "It was raised in faulty.py:38, in data."),
     ],
 )
 def test_an_error_in_the_users_code_shows_its_line(
@@ -103,6 +112,12 @@ def test_a_learner_of_the_wrong_type_is_refused(capsys: pytest.CaptureFixture[st
     assert "it must return a Learner, such as super().learner(job, world)" in printed
 
 
+def test_a_fold_that_lacks_a_method_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--method", "faulty.py:Stackless"]) == 2
+    printed = capsys.readouterr().err
+    assert "Stackless.fold returned a Own without add_stack in round 1" in printed
+
+
 def test_a_fold_that_is_not_finite_is_blamed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--method", "faulty.py:Diverging"]) == 1
     printed = capsys.readouterr().err
@@ -120,13 +135,23 @@ def test_a_lack_of_memory_is_told_without_a_trace(capsys: pytest.CaptureFixture[
     assert "Traceback" not in printed
 
 
-@pytest.mark.parametrize("stage", ["tyro", "torch"])
-def test_ctrl_c_while_modules_are_imported_ends_without_a_trace(stage: str, tmp_path: Path) -> None:
-    """A module of the same name, found first, waits in its import, so that the moment does not depend on time."""
+@pytest.mark.parametrize(
+    ("stage", "number"),
+    [("tyro", signal.SIGINT), ("torch", signal.SIGINT), ("torch", signal.SIGTERM)],
+)
+def test_a_signal_while_modules_are_imported_ends_without_a_trace(
+    stage: str, number: int, tmp_path: Path
+) -> None:
+    """A module of the same name, found first, waits in its import, so that the moment does not
+    depend on time.
+
+    It ignores errors, as extension modules do that clear them.
+    """
     (tmp_path / "slow").mkdir()
     begun = tmp_path / "begun"
     (tmp_path / "slow" / f"{stage}.py").write_text(
-        f"import time, pathlib\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(60)\n"
+        f"import time, pathlib\npathlib.Path({str(begun)!r}).touch()\n"
+        "try:\n    time.sleep(60)\nexcept BaseException:\n    pass\n"
     )
     path = f"{tmp_path / 'slow'}:{ENVIRONMENT['PYTHONPATH']}"
     process = subprocess.Popen(
@@ -137,7 +162,7 @@ def test_ctrl_c_while_modules_are_imported_ends_without_a_trace(stage: str, tmp_
     )
     try:
         _wait_for(begun)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, printed = process.communicate(timeout=30)
     finally:
         process.kill()
@@ -145,7 +170,8 @@ def test_ctrl_c_while_modules_are_imported_ends_without_a_trace(stage: str, tmp_
     assert printed == "Interrupted.\n"
 
 
-# The script that pip makes. Tests may run in the background, where ctrl-C is ignored unless a handler is set.
+# The script that pip makes. Tests may run in the background, where ctrl-C is ignored unless a
+# handler is set.
 _SCRIPT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)

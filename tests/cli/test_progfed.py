@@ -11,9 +11,9 @@ import pytest
 
 import fedquilt as fq
 from fedquilt.cli import main
-from fedquilt.config import Experiment, assign, demo
 from fedquilt.errors import ConfigError
 from fedquilt.methods import FedAvg, HeteroFL, ProgFed
+from fedquilt.runs.experiment import Experiment, assign, demo
 
 OWN = """
 from __future__ import annotations
@@ -33,7 +33,7 @@ def net(num_classes):
 def data():
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(48, 1, 4, 4, generator=generator), torch.arange(48) % 3
-    return fq.data.Pool.of((x, y), (x, y)).deal(4)
+    return fq.data.Pool.of((x, y), (x, y)).partition(4)
 """
 TINY = [
     "--model",
@@ -74,22 +74,26 @@ def asked(**settings: Any) -> ProgFed:
     return method
 
 
-# --- settings -----------------------------------------------------------------------------------------------------
+# --- settings -----------------------------------------------------------------------------------
 
 
 def test_settings_of_local_training_reach_the_method_that_trains_the_stages():
     usual = asked()
+    # of the demo
     assert usual.over == FedAvg(weighting="uniform").with_local(
-        optimiser=fq.SGD(lr=0.1), batch_size=16, epochs=2
-    )  # of the demo
+        optimizer=fq.optimizers.SGD(lr=0.1), batch_size=16, epochs=2
+    )
     assert usual.local == usual.over.local
     found = asked(
-        local__epochs=3, local__optimiser__name="adam", weighting="data", server__name="server_adam"
+        local__epochs=3,
+        local__optimizer__name="adam",
+        weighting="data",
+        server_optimizer__name="server_adam",
     )
     assert found.over.local.epochs == found.local.epochs == 3
-    assert found.over.local.optimiser == fq.Adam(lr=0.1)
+    assert found.over.local.optimizer == fq.optimizers.Adam(lr=0.1)
     assert found.over.weighting == "data"
-    assert type(found.over.server).__name__ == "ServerAdam"
+    assert type(found.over.server_optimizer).__name__ == "ServerAdam"
 
 
 def test_the_method_that_trains_the_stages_is_chosen_by_name():
@@ -131,7 +135,10 @@ def test_settings_are_read_and_survive_a_file(settings, expected):
 def test_a_preset_and_a_setting_over_it():
     found = asked(preset="released", local__epochs=7, warmup=3)
     assert (found.warmup, found.over.local.epochs) == (3, 7)
-    assert (found.over.local.keep_optimizer, found.over.local.schedule) == (True, fq.Cosine(3000))
+    assert (found.over.local.keep_optimizer, found.over.local.schedule) == (
+        True,
+        fq.schedules.Cosine(3000),
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +169,7 @@ def test_wrong_settings_are_told_by_their_path(settings, told):
     assert told in str(caught.value)
 
 
-# --- commands -----------------------------------------------------------------------------------------------------
+# --- commands -----------------------------------------------------------------------------------
 
 
 def bytes_up(folder: str) -> list[int]:
@@ -175,7 +182,7 @@ def bytes_up(folder: str) -> list[int]:
 def test_a_run_that_goes_on_for_longer_grows_when_it_did(own, capsys):
     assert main(["run", *TINY, *GROWING, "--lr", "0.02", "--rounds", "5", "--out", "d"]) == 0
     settings = tomllib.loads((own / "d" / "config.toml").read_text())["method"]
-    assert (settings["rounds"], settings["over"]["local"]["optimiser"]["lr"]) == (5, 0.02)
+    assert (settings["rounds"], settings["over"]["local"]["optimizer"]["lr"]) == (5, 0.02)
     assert main(["run", "--resume", "d", "--rounds", "7"]) == 0
     spent = bytes_up("d")
     assert len(set(spent[:2])) == 1

@@ -74,9 +74,8 @@ def test_members_of_a_file_are_ranked_by_accuracy(
     said = capsys.readouterr().out
     assert "measure members: 8" in said
     assert "predicted accuracy" in said
-    assert (
-        "measured accuracy" not in said
-    )  # random draws use no score, so that there is nothing to verify
+    # random draws use no score, so that there is nothing to verify
+    assert "measured accuracy" not in said
     assert main([*command, "--labels", "own"]) == 2
     assert "5 classes; it was trained for 4" in capsys.readouterr().err
 

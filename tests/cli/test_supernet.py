@@ -58,9 +58,8 @@ def test_a_supernet_is_trained_shown_and_not_written_over(folder, capsys):
 
 
 def test_own_labels_and_json(folder, capsys):
-    assert (
-        train("--labels", "own", "--phase-epochs", "0", "--json") == 2
-    )  # phase epochs given twice
+    # phase epochs given twice
+    assert train("--labels", "own", "--phase-epochs", "0", "--json") == 2
     capsys.readouterr()
     args = ["--epochs", "1", "--phase-epochs", "0", "--labels", "own", "--json"]
     assert (

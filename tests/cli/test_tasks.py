@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedquilt.cli import main
-from fedquilt.config import Experiment, Model, demo, load_run
+from fedquilt.runs.experiment import Experiment, Model, demo, load_run
 from fedquilt.tasks import METRICS, TASKS, MultiLabel, Regression
 
 QUICK = ["--rounds", "2", "--clients", "4", "--cohort", "2", "--epochs", "1"]
@@ -77,9 +77,8 @@ def test_the_task_is_written_and_read_again(capsys: pytest.CaptureFixture[str]) 
     assert resumed["reached"]["1.0"]["round"] == 1
     plain = told(capsys, "run", "--data", "diabetes", *QUICK, "--out", "b")
     assert plain["main"] == "rmse"
-    assert (
-        tomllib.loads(Path("b/config.toml").read_text())["task"]["name"] == "regression"
-    )  # as it was found
+    # as it was found
+    assert tomllib.loads(Path("b/config.toml").read_text())["task"]["name"] == "regression"
 
 
 def test_a_run_goes_on_with_its_own_task_alone(capsys: pytest.CaptureFixture[str]) -> None:

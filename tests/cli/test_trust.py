@@ -10,7 +10,7 @@ import pytest
 import fedquilt as fq
 from fedquilt import names
 from fedquilt.cli import main
-from fedquilt.trust import trusted_file
+from fedquilt.runs.trust import trusted_file
 
 CODE = """
 from pathlib import Path
@@ -24,7 +24,7 @@ def net(num_classes):
 
 def data():
     x, y = torch.randn(60, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
-    return fq.data.Pool.of((x, y), (x, y)).deal(6)
+    return fq.data.Pool.of((x, y), (x, y)).partition(6)
 """
 NAMED = ["--model", "mine.py:net", "--data", "mine.py:data", "--rounds", "1", "--cohort", "2"]
 
@@ -90,7 +90,7 @@ def test_python_refuses_it_too(folder: Path) -> None:
     with pytest.raises(fq.errors.ConfigError, match=r"mine\.py:net is not in your list"):
         fq.study(["fedavg"], out="study")
     assert not (folder / "imported").exists()
-    fq.load("run")  # weights alone need no code
+    fq.load_state("run")  # weights alone need no code
     assert fq.load_run("run", trust=True).server.round == 1
     assert fq.load_run("run").server.round == 1
 

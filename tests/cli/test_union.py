@@ -1,4 +1,6 @@
-"""Several models on the command line and in files: what they make, how they are written, and what is refused."""
+"""Several models on the command line and in files: what they make, how they are written, and what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fedquilt.cli import main
-from fedquilt.config import Experiment, assign, choose, defaults
 from fedquilt.errors import ConfigError
+from fedquilt.runs.experiment import Experiment, assign, choose, defaults
 
 OWN = """
 import torch
@@ -27,7 +29,7 @@ def deep(num_classes):
 def data():
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(48, 1, 4, 4, generator=generator), torch.arange(48) % 3
-    return fq.data.Pool.of((x, y), (x, y), public=x[:12]).deal(4)
+    return fq.data.Pool.of((x, y), (x, y), public=x[:12]).partition(4)
 """
 TINY = [
     "--data",

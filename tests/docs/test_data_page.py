@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from fedquilt.cli import main
-from fedquilt.data import DATA, PARTITIONS, masks, text
+from fedquilt.data import DATA, PARTITIONS, text
 from fedquilt.data.prepare import DATA_SETS, syn
-from fedquilt.data.sources import npz
+from fedquilt.data.sources import masks, npz
 from tests.conftest import shortened
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
@@ -93,7 +93,7 @@ def test_the_tables_name_what_there_is():
     section = PAGE.split("### Text")[1].split("### ")[0]
     options = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
     assert options == [name for name in signature(text).parameters if name != "path"]
-    assert {"normalise", "mean", "std", "channels", "public", "multiple_of"} <= set(
+    assert {"normalize", "mean", "std", "channels", "public", "multiple_of"} <= set(
         signature(npz).parameters
     )
     rows = PAGE.split("| option of `masks` |")[1].split("\n\n")[0]

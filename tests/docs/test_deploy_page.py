@@ -1,4 +1,6 @@
-"""docs/deploy.md: its Python and its commands run, and its tables and numbers are those of the code."""
+"""docs/deploy.md: its Python and its commands run, and its tables and numbers are those of the
+code.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ import pytest
 import torch
 
 from fedquilt.cli import main
-from fedquilt.export import BATCHES, FORMATS, TOLERANCE, Exported
+from fedquilt.deploy.export import BATCHES, FORMATS, TOLERANCE, Exported
 from fedquilt.family.norms import NORM_POLICIES
 from tests.conftest import shortened
-from tests.unit.test_export import HAS_ONNX
+from tests.unit.deploy.test_export import HAS_ONNX
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
 
@@ -38,6 +40,11 @@ def test_python_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     assert len(names["small"].nets) == 2
     assert run.server.round == 1
+    assert names["longer"].best.round == 1
+    assert (
+        sum(value.numel() for value in names["best"].parameters())
+        == names["longer"].summary["members"]["0.5"]["params"]
+    )
 
 
 @pytest.mark.slow
@@ -45,7 +52,7 @@ def test_commands_run_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for line in blocks("sh")[0].splitlines():
+    for line in "".join(blocks("sh")).splitlines():
         words = shlex.split(line, comments=True)[1:]
         if any(word.endswith(".onnx") for word in words) and not HAS_ONNX:
             continue

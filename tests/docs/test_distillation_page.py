@@ -1,4 +1,6 @@
-"""docs/distillation.md: its commands and its Python run, and its tables, outputs and errors are those of the code."""
+"""docs/distillation.md: its commands and its Python run, and its tables, outputs and errors are
+those of the code.
+"""
 
 from __future__ import annotations
 
@@ -78,9 +80,8 @@ def test_public_images_of_a_file_are_used(own: Path) -> None:
     ]
     assert main([*words, *QUICK, "--out", "run"]) == 0
     record = json.loads(Path("run/rounds.jsonl").read_text().splitlines()[-1])
-    assert (
-        record["bytes_up"] == record["bytes_down"] == 30 * 10 * 4
-    )  # Rows, classes and bytes of a number.
+    # Rows, classes and bytes of a number.
+    assert record["bytes_up"] == record["bytes_down"] == 30 * 10 * 4
 
 
 def test_what_the_server_took_is_recorded_as_the_page_says(own: Path) -> None:
@@ -108,13 +109,13 @@ def test_errors_are_those_of_the_page() -> None:
     section = " ".join(PAGE.split("## What is refused")[1].split("\n## ")[0].split())
     digits = fq.data.digits()
     family = fq.trace(fq.models.tiny_resnet, digits.example)
-    fleet = fq.Fleet.of([1, 1 / 2, 1 / 4], num_clients=6, sample=2)
+    fleet = fq.Fleet.of([1, 1 / 2, 1 / 4], num_clients=6, cohort=2)
 
     def refused(method: fq.methods.Method, public: torch.Tensor | None) -> str:
         train, test = (digits.inputs, digits.targets), (digits.test_inputs, digits.test_targets)
         pool = digits if public is None else fq.data.Pool.of(train, test, public=public)
         with pytest.raises(fq.FedquiltError) as caught:
-            fq.run(method, family, pool.deal(6), fleet, rounds=1)
+            fq.run(method, family, pool.partition(6), fleet, rounds=1)
         return f"{type(caught.value).__name__}: {caught.value}"
 
     feddf = fq.methods.FedDF()
@@ -128,8 +129,8 @@ def test_errors_are_those_of_the_page() -> None:
         fq.run(
             fq.methods.DSFL(),
             fq.trace(lambda: torch.nn.Linear(10, 1), diabetes.example),
-            diabetes.deal(6),
-            fq.Fleet.of([1], num_clients=6, sample=2),
+            diabetes.partition(6),
+            fq.Fleet.of([1], num_clients=6, cohort=2),
             rounds=1,
         )
     assert str(caught.value) in section

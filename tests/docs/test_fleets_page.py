@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import fedquilt.config  # noqa: F401  it knows the tables of names
-from fedquilt.fleets import FLEETS, FromCsv
-from fedquilt.round.availability import Trace
-from fedquilt.round.clients import Devices
-from fedquilt.settings import Problem, read
+import fedquilt.runs.experiment  # noqa: F401  it knows the tables of names
+from fedquilt.config.settings import Problem, read
+from fedquilt.fleets.availability import Trace
+from fedquilt.fleets.budgets import FLEETS, FromCsv
+from fedquilt.fleets.fleet import Devices
 
 PAGE = (Path(__file__).parents[2] / "docs" / "fleets.md").read_text()
 
@@ -30,13 +30,13 @@ def test_settings_make_a_fleet(block: str, tmp_path: Path, monkeypatch: pytest.M
     assert not problems
     fleet = devices.fleet(100)
     assert fleet.num_clients == 100
-    assert len(fleet.cohort(0, 0)) <= fleet.sample
+    assert len(fleet.draw_cohort(0, 0)) <= fleet.cohort
 
 
 def test_files_are_read(tmp_path: Path) -> None:
     devices, trace = blocks("csv")
     (tmp_path / "devices.csv").write_text(devices)
-    kinds, which = FromCsv(str(tmp_path / "devices.csv")).deal(100)
+    kinds, which = FromCsv(str(tmp_path / "devices.csv")).assign(100)
     assert [(which == place).sum() for place in range(len(kinds))] == [60, 30, 10]
     assert (kinds[0].memory, kinds[0].macs, kinds[1].memory, kinds[2].share) == (
         2e9,

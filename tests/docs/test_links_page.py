@@ -1,4 +1,6 @@
-"""docs/links.md: its settings are read, its commands and its Python run, its table is complete, its numbers hold."""
+"""docs/links.md: its settings are read, its commands and its Python run, its table is complete, its
+numbers hold.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ import pytest
 import torch
 
 import fedquilt as fq
-import fedquilt.config  # it knows the tables of names
+import fedquilt.runs.experiment  # it knows the tables of names
 from fedquilt.cli import main
+from fedquilt.config.settings import Problem, read
 from fedquilt.methods import FedDropout, FedRolex, HeteroFL, Method, SplitMix
 from fedquilt.round.link import LINKS, ChangeSpec
 from fedquilt.round.link.coding import check_codec
-from fedquilt.settings import Problem, read
 from tests.conftest import shortened
 
 PAGE = (Path(__file__).parents[2] / "docs" / "links.md").read_text()
@@ -61,8 +63,8 @@ def test_commands_run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
     code = (
         "\n".join(blocks("python"))
-        .replace("deal(20)", "deal(4)")
-        .replace("20, sample=10", "4, sample=2")
+        .replace("partition(20)", "partition(4)")
+        .replace("20, cohort=10", "4, cohort=2")
     )
     exec(compile(code, "links.md", "exec", dont_inherit=True), {"__name__": "links"})
     assert len(capsys.readouterr().out.split()) == 2
@@ -75,13 +77,15 @@ def test_every_link_is_on_the_page() -> None:
 
 @pytest.mark.parametrize(("distance", "rate"), [(250.0, 0.01), (500.0, 0.08), (800.0, 1 / 3)])
 def test_error_rates_at_these_distances(distance: float, rate: float) -> None:
-    assert fq.Wireless(distances=(distance,)).rates(0, 0)[0] == pytest.approx(
+    assert fq.links.Wireless(distances=(distance,)).rates(0, 0)[0] == pytest.approx(
         rate, abs=0.03 * (rate > 0.1) + 0.005
     )
 
 
 def test_the_part_that_is_lost_follows_from_the_rate() -> None:
-    """The pages that name an error rate say what it costs: 1 − ((1 − e) + … + (1 − e)^8) / 8 of eight columns."""
+    """The pages that name an error rate say what it costs: 1 − ((1 − e) + … + (1 − e)^8) / 8 of
+    eight columns.
+    """
     lost = {e: 1 - sum((1 - e) ** n for n in range(1, 9)) / 8 for e in (0.05, 0.15, 0.25, 0.3)}
     words = [f"{100 * part:.0f} %" for part in lost.values()]
     text = " ".join(PAGE.split())
@@ -94,8 +98,8 @@ def test_the_part_that_is_lost_follows_from_the_rate() -> None:
     )
     for name, rates, part in (("mild", "0.1 to 0.2", words[1]), ("strong", "0.2 to 0.3", words[2])):
         assert (
-            f"| `lossy-{name}` | a column fails at a rate of {rates}: of eight columns {part} are lost |"
-            in text
+            f"| `lossy-{name}` | a column fails at a rate of {rates}: of eight columns {part} are "
+            "lost |" in text
         )
     results = (Path(__file__).parents[2] / "docs" / "results" / "fedrescue.md").read_text()
     assert not re.search(
@@ -106,15 +110,20 @@ def test_the_part_that_is_lost_follows_from_the_rate() -> None:
 
 
 def test_an_upload_reveals_labels_where_the_page_says_so(perceptron: fq.Family) -> None:
-    """Masked, its class rows are the client's classes; with all rows, positions do not depend on data."""
+    """Masked, its class rows are the client's classes; with all rows, positions do not depend on
+    data.
+    """
     section = PAGE.split("## What an upload reveals")[1].split("## ")[0]
     assert "reveal the client's labels" in section
-    world, client = fq.World(perceptron), fq.Client(0, fq.Budget(share=1.0), 4)
+    world, client = (
+        fq.methods.api.World(perceptron),
+        fq.methods.api.Client(0, fq.Budget(share=1.0), 4),
+    )
     held = torch.tensor([True, False, True])
 
     def rows(method: Method) -> object:
-        submodel, *_ = method.plan(fq.Server(0, {}), client, world)
-        upload = method.learner(fq.Job(client, submodel, 0), world).upload(
+        submodel, *_ = method.plan(fq.methods.api.Server(0, {}), client, world)
+        upload = method.learner(fq.methods.api.Job(client, submodel, 0), world).upload(
             perceptron.member(perceptron.whole), submodel, held
         )
         return list(upload.index["class"]) if "class" in upload.index else "all"
@@ -140,4 +149,4 @@ def test_the_codec_on_the_page_sends_what_it_says(perceptron: fq.Family) -> None
     message = codec.encode(change, half, (0, 0))
     assert len(message) == 4 + 4
     assert codec.decode(message, half).tolist() == [0.0, 3.0, *[0.0] * 8]
-    check_codec(codec, fq.World(perceptron), lossy=True)
+    check_codec(codec, fq.methods.api.World(perceptron), lossy=True)

@@ -1,4 +1,6 @@
-"""docs/add-a-method.md: its files run from outside of the package, and the methods do what their papers say."""
+"""docs/add-a-method.md: its files run from outside of the package, and the methods do what their
+papers say.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 
 import fedquilt as fq
 from fedquilt.cli import main
-from fedquilt.conformance import CHECKS, check_method
+from fedquilt.conformance.method import CHECKS, check_method
 from fedquilt.family.cut import prefix
 from fedquilt.methods import HeteroFL, Method
 from fedquilt.names import find
@@ -62,7 +64,7 @@ def largest(folder: Path) -> ModuleType:
     return load(folder, "largest.py")
 
 
-# --- the page ---------------------------------------------------------------------------------------------------
+# --- the page -----------------------------------------------------------------------------------
 
 
 def test_all_code_is_in_complete_files():
@@ -83,7 +85,9 @@ def test_files_import_nothing_of_the_package_but_the_interface():
 
 
 def test_the_example_has_the_method_of_the_page():
-    """Only line breaks may differ, because the example is formatted and the page is laid out by hand."""
+    """Only line breaks may differ, because the example is formatted and the page is laid out by
+    hand.
+    """
 
     def definitions(text: str) -> dict[str, str]:
         nodes = [
@@ -107,7 +111,7 @@ def test_the_table_has_every_step():
         "learner",
         "fold",
         "candidates",
-        "arranged",
+        "ranked",
         "figures",
         "deploy",
         "label",
@@ -192,19 +196,25 @@ def test_the_other_files_pass_their_checks(file, folder):
     assert [(one.check, one.detail) for one in check_method(method) if one.status != "passed"] == []
 
 
-# --- clipped averaging ------------------------------------------------------------------------------------------
+# --- clipped averaging --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("length", "arrives"), [(5.0, 1.0), (0.5, 0.5)])
 def test_flat_clip_by_hand(length, arrives, clipped, perceptron):
-    """Every weight of the half model moves alike, so that the change has the length; positions not held stay."""
+    """Every weight of the half model moves alike, so that the change has the length; positions not
+    held stay.
+    """
     world, submodel = World(perceptron), prefix(perceptron.fit(fq.Budget(share=0.5)))
     server = Server(0, {name: torch.zeros_like(value) for name, value in perceptron.init().items()})
     cut = perceptron.cutter.gather(server.weights, submodel, perceptron.trainable)
     each = length / sum(weight.numel() for weight in cut.values()) ** 0.5
     sent = Payload(submodel, {name: torch.full_like(weight, each) for name, weight in cut.items()})
     fold = clipped.Clipped(clip=1.0).fold(server, world)
-    fold.add(Update(Job(fq.Client(0, fq.Budget(share=0.5), 1), submodel, 0), (sent,), steps=1))
+    fold.add(
+        Update(
+            Job(fq.methods.api.Client(0, fq.Budget(share=0.5), 1), submodel, 0), (sent,), steps=1
+        )
+    )
     weights = fold.finish(server)[0]
     moved = torch.cat([weight.flatten() for weight in weights.values()])
     assert float(moved.norm()) == pytest.approx(arrives, rel=1e-5)
@@ -222,34 +232,39 @@ def test_with_a_large_bound_it_is_heterofl(clipped, residual, make_data, play):
 @pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
 def test_every_engine_gives_the_same(clipped, family, make_data, play):
     data = make_data(family, (7, 4, 9, 5), labels=2)
-    method = with_local(clipped.Clipped(clip=0.05), batch_size=4, optimiser=fq.SGD(lr=0.1))
+    method = with_local(
+        clipped.Clipped(clip=0.05), batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1)
+    )
     one, other = (
-        play(method, family, data, (1.0, 0.5), engine=name) for name in ("sequential", "vectorised")
+        play(method, family, data, (1.0, 0.5), engine=name) for name in ("sequential", "vectorized")
     )
     assert_same(one, other)
     loose = play(
-        with_local(clipped.Clipped(clip=1e9), batch_size=4, optimiser=fq.SGD(lr=0.1)),
+        with_local(clipped.Clipped(clip=1e9), batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1)),
         family,
         data,
         (1.0, 0.5),
     )
+    # the bound was felt
     assert not torch.allclose(
         torch.cat([w.flatten() for w in one.server.weights.values()]),
         torch.cat([w.flatten() for w in loose.server.weights.values()]),
-    )  # the bound was felt
+    )
 
 
 def test_a_preset_has_its_settings(clipped):
     assert clipped.Clipped.preset("tight") == clipped.Clipped(clip=0.1)
 
 
-# --- FedCM ------------------------------------------------------------------------------------------------------
+# --- FedCM --------------------------------------------------------------------------------------
 
 
 def test_fedcm_is_a_plain_loop(fedcm, perceptron, make_data, play):
-    """One client with the whole model and one batch a round: w ← w − η·v and Δ ← v, with v = α·g + (1 − α)·Δ."""
+    """One client with the whole model and one batch a round: w ← w − η·v and Δ ← v, with v = α·g +
+    (1 − α)·Δ.
+    """
     data, alpha, lr = make_data(perceptron, (6,)), 0.3, 0.2
-    local = fq.Local(optimiser=fq.SGD(lr=lr, momentum=0.0), batch_size=6)
+    local = fq.LocalTraining(optimizer=fq.optimizers.SGD(lr=lr, momentum=0.0), batch_size=6)
     run = play(fedcm.FedCM(local=local, alpha=alpha), perceptron, data, rounds=4)
 
     weights = perceptron.init(0, dtype=torch.float64)
@@ -267,7 +282,7 @@ def test_fedcm_is_a_plain_loop(fedcm, perceptron, make_data, play):
 
 def test_fedcm_without_direction_is_the_mean(fedcm, residual, make_data, play):
     data = make_data(residual, (7, 4, 9), labels=2)
-    local = fq.Local(optimiser=fq.SGD(momentum=0.0), batch_size=4)
+    local = fq.LocalTraining(optimizer=fq.optimizers.SGD(momentum=0.0), batch_size=4)
     one = play(fedcm.FedCM(local=local, alpha=1.0), residual, data, (1.0, 0.5, 0.25))
     other = play(Method(local=local, weighting="uniform"), residual, data, (1.0, 0.5, 0.25))
     torch.testing.assert_close(
@@ -278,7 +293,7 @@ def test_fedcm_without_direction_is_the_mean(fedcm, residual, make_data, play):
     assert one.records[0].bytes_up == 2 * other.records[0].bytes_up
 
 
-# --- the largest channels ---------------------------------------------------------------------------------------
+# --- the largest channels -----------------------------------------------------------------------
 
 
 def test_a_client_gets_the_channels_with_the_largest_weights(largest, perceptron):
@@ -286,7 +301,7 @@ def test_a_client_gets_the_channels_with_the_largest_weights(largest, perceptron
     weights = {name: torch.ones_like(value) for name, value in perceptron.init().items()}
     weights["first.weight"][[1, 4, 5]] = 3.0
     server = Server(2, weights)
-    world, client = World(perceptron), fq.Client(0, fq.Budget(share=0.5), 1)
+    world, client = World(perceptron), fq.methods.api.Client(0, fq.Budget(share=0.5), 1)
     (plan,) = largest.Largest(warm_up=2).plan(server, client, world)
     (positions,) = plan.index.values()
     assert list(positions) == [1, 4, 5]

@@ -43,11 +43,26 @@ def test_the_commands_run_as_written(mine, capsys):
 
 
 def test_the_settings_run(mine, capsys):
-    (block,) = blocks("toml")
+    block, _ = blocks("toml")
     (mine / "motion.toml").write_text(block)
     assert tomllib.loads(block)["data"]["users"] == 20
     assert main(["run", "motion.toml", "--rounds", "1"]) == 0
     assert "for 20 clients, 6 a round" in capsys.readouterr().out
+
+
+def test_schedules_of_the_learning_rate_run_as_written(mine, capsys):
+    (mine / "warm.toml").write_text(blocks("toml")[1])
+    assert main(["run", "warm.toml", "--rounds", "1", "--cohort", "2"]) == 0
+    assert (
+        "adamw, lr 0.01 (within a round warm-up of 10 %, cosine to 0.1), 2 epochs"
+        in capsys.readouterr().out
+    )
+    assert main([*shlex.split(blocks("sh")[1])[1:], "--rounds", "1", "--cohort", "2"]) == 0
+    assert "(within a round warm-up of 1 step, linear to 0)" in capsys.readouterr().out
+    names: dict[str, object] = {}
+    exec(compile(blocks("python")[2], "own-model-and-data.md", "exec"), names)
+    assert names["method"].local.within_round == names["within_round"]
+    assert capsys.readouterr().out.startswith("[0.5, 1.0, ")
 
 
 def test_the_script_runs_and_learns(mine, capsys):

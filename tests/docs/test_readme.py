@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from fedquilt.cli import main
-from fedquilt.config import Experiment
 from fedquilt.errors import ConfigError
 from fedquilt.methods import METHODS
+from fedquilt.runs.experiment import Experiment
 from fedquilt.tasks import TASKS
 from tests.conftest import shortened
 
@@ -62,11 +62,14 @@ def test_limitations_name_every_task() -> None:
 def test_commands_run_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every `fedquilt` line, only for fewer rounds and clients."""
+    """Every `fedquilt` line, only for fewer rounds, and with one client a round that has a
+    twentieth of the samples.
+    """
     (tmp_path / "mine.py").write_text(
         "import torch, fedquilt as fq\n"
         "method = fq.methods.HeteroFL\n"
-        "net = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 8), torch.nn.Linear(8, 10))\n"
+        "net = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 8), "
+        "torch.nn.Linear(8, 10))\n"
         "data = fq.data.digits\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -79,7 +82,7 @@ def test_commands_run_as_written(
         trains = words[0] in ("run", "compare") and "--resume" not in words
         rounds = "2" if "progfed" in words else "1"  # one for each of its stages
         short = (
-            ["--rounds", rounds, "--clients", "4", "--cohort", "1", "--epochs", "1"]
+            ["--rounds", rounds, "--clients", "20", "--cohort", "1", "--epochs", "1"]
             if trains
             else []
         )
@@ -139,6 +142,8 @@ def test_make_has_the_targets() -> None:
     rules = (ROOT / "Makefile").read_text()
     targets = re.findall(r"^make (\S+)", "".join(blocks("sh")), re.MULTILINE)
     assert targets == ["demo", "test"]
+    assert "`make wheel`" in README
+    targets.append("wheel")
     for target in targets:
         assert re.search(rf"^{target}:", rules, re.MULTILINE), target
 

@@ -1,4 +1,6 @@
-"""docs/results: tables are what the stored runs in results/ say, or are marked as transcribed, with their command."""
+"""docs/results: tables are what the stored runs in results/ say, or are marked as transcribed, with
+their command.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import fedquilt as fq
-from fedquilt.config import Experiment
-from fedquilt.fleets import Quarters
+from fedquilt.fleets.budgets import Quarters
+from fedquilt.runs.experiment import Experiment
 from fedquilt.studies.stored import MAX_BYTES, read_config, read_stored
 from tests.conftest import load_script
 
@@ -93,12 +95,13 @@ def test_stored_runs_are_small_whole_and_without_weights(folder):
     ids=lambda one: one.name,
 )
 def test_settings_of_stored_runs_can_be_read_again(folder, tmp_path, monkeypatch):
-    """Results that `fedquilt reproduce --store` wrote; earlier ones list settings that a script had."""
+    """Results that `fedquilt reproduce --store` wrote; earlier ones list settings that a script
+    had.
+    """
     config = read_config(folder)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / config["data"]["name"]).write_bytes(
-        b"PK\x05\x06" + bytes(18)
-    )  # an archive without arrays
+    # an archive without arrays
+    (tmp_path / config["data"]["name"]).write_bytes(b"PK\x05\x06" + bytes(18))
     model = config.get("model")
     supernet = model.get("supernet", "") if isinstance(model, dict) else ""
     if supernet:
@@ -133,13 +136,14 @@ def test_what_clients_of_split_mix_compute_follows_from_their_budgets():
         assert mixing[of]["deviation"] == pytest.approx(base[of]["mean"] * statistics.pstdev(bases))
         assert slim[of]["mean"] > 5 * mixing[of]["mean"]
     assert set(mixing["trained"].values()) == {1.0}
+    # of the domain's clients
     widest = {
         "mnist": 1 / 8,
         "svhn": 1 / 4,
         "usps": 1 / 2,
         "syn": 1.0,
         "mnistm": 1.0,
-    }  # of the domain's clients
+    }
     assert slim["trained"] == pytest.approx(
         {name: share**2 for name, share in widest.items()}, abs=2e-3
     )

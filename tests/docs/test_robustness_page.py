@@ -24,7 +24,7 @@ def test_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
     code = (
         "\n".join(blocks("python"))
         .replace("rounds=60", "rounds=1")
-        .replace("sample=10", "sample=1")
+        .replace("cohort=10", "cohort=1")
         .replace("epochs=2", "epochs=1")
         .replace("(0, 0.5, 1)", "(1,)")
     )

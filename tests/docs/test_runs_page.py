@@ -53,7 +53,63 @@ def test_python_begins_and_resumes(tmp_path, monkeypatch, perceptron, make_data)
     exec(code.replace("rounds=500", "rounds=1"), names)
     exec(code.replace("rounds=500", "rounds=2"), names)
     assert [record.round for record in names["run"].records] == [1, 2]
-    assert fq.load("runs/one").round == 2
+    assert fq.load_state("runs/one").round == 2
+
+
+def test_the_command_line_opens_the_run_of_the_pages_script(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    net, script = blocks("python")[1:3]
+    Path("nets.py").write_text(net)
+    Path("train.py").write_text(
+        script.replace("20, cohort=10", "4, cohort=2").replace("partition(20)", "partition(4)")
+    )
+    code = Path("train.py").read_text().replace("rounds=20", "rounds=1")
+    exec(compile(code, "train.py", "exec"), {"__name__": "__main__"})
+    _, resume, export = (
+        shlex.split(line, comments=True)[1:] for line in blocks("sh")[1].splitlines()
+    )
+    assert main([*resume, "--rounds", "2"]) == 0
+    assert main(export) == 0
+    assert Path("small.safetensors").is_file()
+
+
+def test_the_page_has_the_words_of_the_error(tmp_path, monkeypatch, capsys, perceptron, make_data):
+    monkeypatch.chdir(tmp_path)
+    family = fq.trace(lambda: torch.nn.Linear(4, 3), torch.zeros(2, 4))
+    fq.run(
+        fq.methods.FedAvg(),
+        family,
+        make_data(perceptron, (4, 4)),
+        fq.Fleet.of((1.0,), 2),
+        rounds=1,
+        out="runs/one",
+    )
+    assert main(["run", "--resume", "runs/one"]) == 2
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if not line.startswith("  data:")
+    ]
+    told = re.sub(r"\w+\.py, line \d+", "train.py, line 6", " ".join(" ".join(lines).split()))
+    (shown,) = (
+        block
+        for block in re.findall(r"```\n(ConfigError.*?)```", PAGE, re.DOTALL)
+        if "script" in block
+    )
+    assert told == " ".join(shown.split())
+
+
+def test_the_best_round_is_there_as_the_page_says(tmp_path, perceptron, make_data):
+    data, out = make_data(perceptron, (4, 4)).with_validation(0.5), tmp_path / "run"
+    run = fq.run(fq.methods.FedAvg(), perceptron, data, fq.Fleet.of((1.0,), 2), rounds=2, out=out)
+    names = {"run": run}
+    exec(blocks("python")[5], names)
+    assert names["earlier"].server.round == run.best.round
+    assert "validation" in json.loads((out / "rounds.jsonl").read_text().splitlines()[-1])
+    assert json.loads((out / "summary.json").read_text())["best"].keys() == {
+        "round",
+        "figures",
+        "value",
+    }
 
 
 def test_clients_are_asked_for_as_the_page_says(
@@ -63,7 +119,7 @@ def test_clients_are_asked_for_as_the_page_says(
     quick = ["--rounds", "1", "--clients", "4", "--cohort", "1", "--epochs", "1"]
     assert main(["run", *quick, "--out", "runs/one"]) == 0
     capsys.readouterr()
-    (line,) = blocks("sh")[2].splitlines()
+    (line,) = blocks("sh")[3].splitlines()
     assert main([*shlex.split(line, comments=True)[1:], "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["clients"][0]
     section = PAGE.split("## By client")[1]
@@ -75,14 +131,14 @@ def test_clients_are_asked_for_as_the_page_says(
         fq.Fleet.of((1.0, 0.5), 2, 2),
         rounds=1,
     )
-    exec(blocks("python")[2], {"run": run})
+    exec(blocks("python")[4], {"run": run})
 
 
 def test_a_target_is_asked_for_as_the_page_says(
     tmp_path, monkeypatch, perceptron, make_data, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    begin, again = (shlex.split(line, comments=True)[1:] for line in blocks("sh")[1].splitlines())
+    begin, again = (shlex.split(line, comments=True)[1:] for line in blocks("sh")[2].splitlines())
     assert (
         main(
             shortened(begin, ["--rounds", "2", "--clients", "4", "--cohort", "1", "--epochs", "1"])
@@ -98,4 +154,4 @@ def test_a_target_is_asked_for_as_the_page_says(
         domain_names=("mnist", "svhn"),
     )
     run = fq.run(fq.methods.FedAvg(), perceptron, data, fq.Fleet.of((1.0, 0.5), 2, 2), rounds=1)
-    exec(blocks("python")[1], {"run": run})
+    exec(blocks("python")[3], {"run": run})

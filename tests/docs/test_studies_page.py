@@ -34,9 +34,8 @@ def test_comparisons_run_as_written(tmp_path, monkeypatch, capsys):
     assert main(shortened(first, SHORT)) == 0
     assert main(shortened(again, SHORT)) == 0
     assert "| method | 1 |" in capsys.readouterr().out
-    one_job = tuned[
-        : tuned.index("--jobs")
-    ]  # Processes take seconds to start, and have tests of their own.
+    # Processes take seconds to start, and have tests of their own.
+    one_job = tuned[: tuned.index("--jobs")]
     assert main(shortened(one_job, [*SHORT, "--tuning-rounds", "1"])) == 0
     assert main(resumed) == 0
     assert (tmp_path / "runs/three/fedrolex/seed0/summary.json").exists()
@@ -48,7 +47,7 @@ def test_python_runs_as_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (code,) = blocks("python")
     names = {}
-    short = {'"rounds": 20': '"rounds": 1', '"sample": 0.5': '"sample": 1', "(0, 1, 2)": "(0, 1)"}
+    short = {'"rounds": 20': '"rounds": 1', '"cohort": 0.5': '"cohort": 1', "(0, 1, 2)": "(0, 1)"}
     for text, shorter in short.items():
         assert text in code
         code = code.replace(text, shorter)

@@ -74,7 +74,9 @@ def test_a_task_of_ones_own_is_trained_recorded_and_reopened(own: Path) -> None:
 
 
 def test_the_quantile_is_one(own: Path) -> None:
-    """A constant that descends the pinball loss ends where a share of 0.9 of the targets is below it."""
+    """A constant that descends the pinball loss ends where a share of 0.9 of the targets is below
+    it.
+    """
     task = find_task("quantile.py:Quantile")
     task = type(task)(level=0.9)
     pool = fq.data.diabetes()

@@ -12,8 +12,8 @@ import pytest
 
 import fedquilt as fq
 from fedquilt.cli import main
-from fedquilt.config import Experiment
-from fedquilt.tracking import TRACKERS, MLflow, TensorBoard
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.tracking import TRACKERS, MLflow, TensorBoard
 from tests.conftest import shortened
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def test_settings_are_read():
     (block,) = blocks("toml")
     parts = {"method": "fedavg", "model": "tiny_resnet", "data": "digits"}
     experiment = Experiment.of({**parts, **tomllib.loads(block)})
-    assert experiment.tracking == (TensorBoard(), MLflow("http://localhost:5000", "quilts"))
+    assert experiment.trackers == (TensorBoard(), MLflow("http://localhost:5000", "quilts"))
 
 
 def test_python_runs(tmp_path, monkeypatch, perceptron, make_data):
@@ -75,7 +75,7 @@ def test_python_runs(tmp_path, monkeypatch, perceptron, make_data):
 
 
 def test_the_table_names_what_there_is():
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|.*?`fedquilt\[(\w+)\]`", PAGE, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|.*\| `(\w+)` \| [^|]* \|$", PAGE, re.MULTILINE)
     assert [name for name, _, _ in rows] == list(TRACKERS)
     for name, options, extra in rows:
         kind = TRACKERS[name]

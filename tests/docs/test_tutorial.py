@@ -1,7 +1,7 @@
 """docs/tutorial.ipynb, executed cell by cell; what is stored is what it prints, figures left out.
 
-It has no magics, so a namespace does for a kernel. `pytest tests/docs/test_tutorial.py --update-golden` stores what is
-printed.
+It has no magics, so a namespace does for a kernel. `pytest tests/docs/test_tutorial.py
+--update-golden` stores what is printed.
 """
 
 from __future__ import annotations
@@ -65,9 +65,8 @@ def test_every_cell_runs_and_prints_what_is_stored(
             )
         stored = "".join(line for output in cell["outputs"] for line in output["text"])
         assert NUMBER.sub("#", found) == NUMBER.sub("#", stored)
-        assert numbers(found) == pytest.approx(
-            numbers(stored), rel=0.05, abs=0.05
-        )  # float32, another processor
+        # float32, another processor
+        assert numbers(found) == pytest.approx(numbers(stored), rel=0.05, abs=0.05)
     if update:
         FILE.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
     assert len(namespace["shown"]) >= 2

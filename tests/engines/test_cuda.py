@@ -1,4 +1,6 @@
-"""The same numbers on a GPU: both engines on CUDA against the sequential one on the CPU, float64, two rounds."""
+"""The same numbers on a GPU: both engines on CUDA against the sequential one on the CPU, float64,
+two rounds.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import fedquilt as fq
 from fedquilt.methods import METHODS
 from fedquilt.models import PreResNet
 from fedquilt.round.link import ChangeSpec
-from fedquilt.terms import Memory, Server
+from fedquilt.terms import ClientState, Server
 from tests.conftest import CUTTING, LOCAL, assert_same, with_local
 from tests.engines.test_links import LINKS
 from tests.engines.test_parity import RAGGED, SHARES
@@ -27,7 +29,7 @@ pytestmark = [
 def on_cpu(run: fq.Run) -> fq.Run:
     """The run with its state brought back for comparison."""
 
-    def home(state: Memory | Server) -> Any:
+    def home(state: ClientState | Server) -> Any:
         slots = {
             slot: {n: v.cpu() for n, v in values.items()} for slot, values in state.slots.items()
         }
@@ -45,10 +47,12 @@ def on_cpu(run: fq.Run) -> fq.Run:
 @pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
 def test_every_method_gives_the_same_numbers_on_cuda(name, family, engine, play, make_data):
     method = with_local(
-        METHODS[name](), batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3)
+        METHODS[name](),
+        batch_size=4,
+        optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.9, weight_decay=1e-3),
     )
     data = make_data(family, (7, 4, 9, 5, 8, 4), labels=2)
-    fleet = fq.Fleet.of((1.0, 0.5, 0.25), 6, sample=5, dynamic=True)
+    fleet = fq.Fleet.of((1.0, 0.5, 0.25), 6, cohort=5, dynamic=True)
     truth = play(method, family, data, engine="sequential", fleet=fleet)
     other = play(method, family, data, engine=engine, fleet=fleet, device="cuda")
     assert all(weight.is_cuda for weight in other.server.weights.values())
@@ -59,10 +63,12 @@ def test_every_method_gives_the_same_numbers_on_cuda(name, family, engine, play,
 @pytest.mark.parametrize("engine", LOCAL)
 def test_passes_and_variates_give_the_same_numbers_on_cuda(engine, link, residual, play, make_data):
     """SCAFFOLD's option I: the gradient at the received weights becomes a slot."""
-    method = with_local(METHODS["scaffold"](option="I"), batch_size=4, optimiser=fq.SGD(lr=0.1))
+    method = with_local(
+        METHODS["scaffold"](option="I"), batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1)
+    )
     data, fleet = (
         make_data(residual, (7, 4, 9, 5, 8, 4), labels=2),
-        fq.Fleet.of(SHARES, 6, sample=5, dynamic=True),
+        fq.Fleet.of(SHARES, 6, cohort=5, dynamic=True),
     )
     truth = play(method, residual, data, engine="sequential", fleet=fleet, link=link)
     other = play(method, residual, data, engine=engine, fleet=fleet, link=link, device="cuda")
@@ -77,11 +83,13 @@ def test_every_method_gives_the_same_numbers_over_links_on_cuda(
     name, link, engine, residual, play, make_data
 ):
     method = with_local(
-        METHODS[name](), batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3)
+        METHODS[name](),
+        batch_size=4,
+        optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.9, weight_decay=1e-3),
     )
     data, fleet = (
         make_data(residual, (7, 4, 9, 5, 8, 4), labels=2),
-        fq.Fleet.of(SHARES, 6, sample=5, dynamic=True),
+        fq.Fleet.of(SHARES, 6, cohort=5, dynamic=True),
     )
     truth = play(method, residual, data, engine="sequential", fleet=fleet, link=LINKS[link])
     other = play(
@@ -108,8 +116,13 @@ def test_codecs_give_the_same_bytes_on_cuda():
     change = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
     shapes = {"one": torch.Size([300, 200]), "two": torch.Size([]), "three": torch.Size([39_999])}
     specs = [ChangeSpec(shapes, change.dtype, torch.device(name)) for name in ("cpu", "cuda:0")]
-    plain = (fq.Codec(8), fq.Codec(2), fq.Codec(keep=0.1), fq.Codec(4, 0.25))
-    rotating = (fq.Codec(8, rotate=True), fq.Codec(4, 0.25, rotate=True))
+    plain = (
+        fq.links.Codec(8),
+        fq.links.Codec(2),
+        fq.links.Codec(keep=0.1),
+        fq.links.Codec(4, 0.25),
+    )
+    rotating = (fq.links.Codec(8, rotate=True), fq.links.Codec(4, 0.25, rotate=True))
     for codec in plain + rotating:
         here, there = (codec.encode(change.to(spec.device), spec, (3, 5)) for spec in specs)
         assert torch.equal(there.cpu(), here)
@@ -118,7 +131,7 @@ def test_codecs_give_the_same_bytes_on_cuda():
 
 def test_single_precision_on_cuda_is_close_to_the_cpu(residual, make_data):
     data = make_data(residual, (16,) * 4)
-    fleet = fq.Fleet.of((1.0, 0.5), 4, sample=4)
+    fleet = fq.Fleet.of((1.0, 0.5), 4, cohort=4)
     method = with_local(METHODS["fedrolex"](), batch_size=8)
     runs = [
         fq.run(method, residual, data, fleet, rounds=1, device=device) for device in ("cpu", "cuda")
@@ -130,7 +143,7 @@ def test_single_precision_on_cuda_is_close_to_the_cpu(residual, make_data):
         assert float(difference) < 1e-4, name
 
 
-# --- recorded steps -------------------------------------------------------------------------------------------------
+# --- recorded steps -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
@@ -138,15 +151,44 @@ def test_single_precision_on_cuda_is_close_to_the_cpu(residual, make_data):
 def test_recorded_steps_give_the_numbers_of_the_truth(
     name, layout, residual, make_data, play, monkeypatch
 ):
-    """Every method in every layout, ragged clients, two epochs: graphs on the GPU against the truth on the CPU.
+    """Every method in every layout, ragged clients, two epochs: graphs on the GPU against the truth
+    on the CPU.
 
     Tails are recorded, too, at once; in the tests above they are rare and taken as they come.
     """
-    monkeypatch.setattr("fedquilt.engines.units._RARE", 0)
+    monkeypatch.setattr("fedquilt.engines.vectorized.groups._RARE", 0)
     method, data = with_local(METHODS[name](), batch_size=4, epochs=2), make_data(residual, RAGGED)
     truth = play(method, residual, data, shares=SHARES)
     fleet, how = fq.Fleet.of(SHARES, data.num_clients, data.num_clients), fq.Evaluation(every=0)
-    run = fq.prepare(method.settled(2), residual, data, fleet, "vectorised", 0, "cuda", "fp64", how)
+    run = fq.prepare(method.settled(2), residual, data, fleet, "vectorized", 0, "cuda", "fp64", how)
+    run.engine.layout = layout
+    assert_same(truth, on_cpu(run.train(2)), atol=1e-8)
+
+
+@pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [fq.optimizers.SGD(lr=0.1, momentum=0.9), fq.optimizers.AdamW(lr=0.01)],
+    ids=["sgd", "adamw"],
+)
+@pytest.mark.parametrize("name", ["heterofl", "fedrescue", "scaffold"])
+def test_recorded_steps_read_the_rate_of_their_step(
+    name, optimizer, layout, residual, make_data, play, monkeypatch
+):
+    """One graph is replayed for steps whose rates differ, by step and by client."""
+    if name == "fedrescue" and optimizer.ages:
+        pytest.skip(
+            "an optimizer that counts steps is not recorded where only parts of the net move"
+        )
+    monkeypatch.setattr("fedquilt.engines.vectorized.groups._RARE", 0)
+    within_round = fq.schedules.WithinRound(warmup_share=0.4, shape="cosine", final=0.1)
+    method = with_local(
+        METHODS[name](), batch_size=4, epochs=3, optimizer=optimizer, within_round=within_round
+    )
+    data = make_data(residual, RAGGED)
+    truth = play(method, residual, data, shares=SHARES)
+    fleet, how = fq.Fleet.of(SHARES, data.num_clients, data.num_clients), fq.Evaluation(every=0)
+    run = fq.prepare(method.settled(2), residual, data, fleet, "vectorized", 0, "cuda", "fp64", how)
     run.engine.layout = layout
     assert_same(truth, on_cpu(run.train(2)), atol=1e-8)
 
@@ -169,8 +211,8 @@ def test_recorded_attacks_give_the_numbers_of_the_truth(
         transform(lambda: PreResNet((1, 1), 4, 1, widths=(4, 8))), torch.zeros(2, 1, 6, 6)
     )
     weight = 0.5 if transform is fq.dual else (0.0, 0.4, 1.0)
-    method = METHODS["splitmix"](local=fq.Local(batch_size=4, norm=norm), base=0.25)
-    method = with_local(method, adversarial=fq.AdversarialTraining(weight, search=search))
+    method = METHODS["splitmix"](local=fq.LocalTraining(batch_size=4, norm=norm), base=0.25)
+    method = with_local(method, adversarial=fq.attacks.AdversarialTraining(weight, search=search))
     data = make_data(family, RAGGED, tests=48)
     data = replace(data, inputs=data.inputs.sigmoid(), test_inputs=data.test_inputs.sigmoid())
     fleet, how = (
@@ -178,7 +220,7 @@ def test_recorded_attacks_give_the_numbers_of_the_truth(
         fq.Evaluation(every=0, robustness=(0, 0.5, 1), batch_size=2),
     )
     truth = play(method, family, data, fleet=fleet, evaluation=how)
-    run = fq.prepare(method, family, data, fleet, "vectorised", 0, "cuda", "fp64", how)
+    run = fq.prepare(method, family, data, fleet, "vectorized", 0, "cuda", "fp64", how)
     run.engine.layout = layout
     assert_same(truth, on_cpu(run.train(2)), atol=1e-8)
     assert not run.engine.examiner.unswept
@@ -189,26 +231,30 @@ def test_recorded_attacks_give_the_numbers_of_the_truth(
 def test_recorded_steps_read_the_shares_of_whoever_trains(
     name, layout, perceptron, make_data, play
 ):
-    """Three shares, one member, other clients every round: a graph must not hold on to the divisor it was made with."""
+    """Three shares, one member, other clients every round: a graph must not hold on to the divisor
+    it was made with.
+    """
     method, data = (
         with_local(METHODS[name](), batch_size=4, scaler=True),
         make_data(perceptron, [8] * 6),
     )
     fleet, how = fq.Fleet.of((0.5, 0.55, 0.6), 6, 2), fq.Evaluation(every=0)
     truth = play(method, perceptron, data, fleet=fleet, rounds=4)
-    run = fq.prepare(method, perceptron, data, fleet, "vectorised", 0, "cuda", "fp64", how)
+    run = fq.prepare(method, perceptron, data, fleet, "vectorized", 0, "cuda", "fp64", how)
     run.engine.layout = layout
     assert_same(truth, on_cpu(run.train(4)), atol=1e-8)
 
 
 def test_recorded_and_unrecorded_steps_agree_and_graphs_are_reused(residual, make_data):
-    """Cohorts change from round to round; a unit that has been recorded is loaded with whoever comes next."""
+    """Cohorts change from round to round; a unit that has been recorded is loaded with whoever
+    comes next.
+    """
     data, fleet = make_data(residual, [8] * 12), fq.Fleet.of(SHARES, 12, 6)
     runs = []
     for record in (True, False):
         method = with_local(METHODS["fedrolex"](), batch_size=4)
         run = fq.prepare(
-            method, residual, data, fleet, "vectorised", 0, "cuda", "fp64", fq.Evaluation(every=0)
+            method, residual, data, fleet, "vectorized", 0, "cuda", "fp64", fq.Evaluation(every=0)
         )
         run.engine.record, run.engine.layout = record, "laid"
         runs.append(run.train(4))
@@ -216,9 +262,8 @@ def test_recorded_and_unrecorded_steps_agree_and_graphs_are_reused(residual, mak
     engine = runs[0].engine
     runs[0].train(30)
     sizes = {(shape.arch, shape.count) for shape in engine._idle}
-    assert (
-        sum(map(len, engine._idle.values())) == len(sizes) <= 3 * 4
-    )  # one unit a member and size, not one a round
+    # one unit a member and size, not one a round
+    assert sum(map(len, engine._idle.values())) == len(sizes) <= 3 * 4
 
 
 def test_one_round_in_float32_is_within_1e_4_of_the_cpu(residual, make_data):
@@ -233,7 +278,7 @@ def test_one_round_in_float32_is_within_1e_4_of_the_cpu(residual, make_data):
             1,
             device=device,
         )
-        for engine, device in (("sequential", "cpu"), ("vectorised", "cuda"))
+        for engine, device in (("sequential", "cpu"), ("vectorized", "cuda"))
     ]
     for name, weight in runs[0].server.weights.items():
         other = runs[1].server.weights[name].cpu()
@@ -243,7 +288,9 @@ def test_one_round_in_float32_is_within_1e_4_of_the_cpu(residual, make_data):
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 @pytest.mark.parametrize("name", ["fedrescue", "fjord", "heterofl"])
 def test_nets_of_real_widths_are_recorded_in_every_precision(name, precision, make_data, caplog):
-    """cuDNN's fast kernels ask for more than float64's do: weights that begin where 16 bytes can be loaded."""
+    """cuDNN's fast kernels ask for more than float64's do: weights that begin where 16 bytes can be
+    loaded.
+    """
     family = fq.trace(lambda: PreResNet((1, 1), widths=(24, 40)), torch.zeros(2, 3, 16, 16))
     method = with_local(METHODS[name](), batch_size=8)
     data, fleet = make_data(family, (16, 16, 16)), fq.Fleet.of((1.0,), 3, 3)

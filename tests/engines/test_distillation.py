@@ -1,4 +1,6 @@
-"""FedDF, DS-FL and Fed-ET on every engine: float64, three rounds, 1e-9; over links, and with coded predictions."""
+"""FedDF, DS-FL and Fed-ET on every engine: float64, three rounds, 1e-9; over links, and with coded
+predictions.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.engines import Vectorised
+from fedquilt.engines import Vectorized
 from fedquilt.methods import DSFL, METHODS, FedDF, FedET
 from fedquilt.methods.dsfl import PREDICTIONS
 from fedquilt.methods.prototypes import Prototypes
@@ -19,20 +21,22 @@ from tests.engines.test_links import LINKS, LOSSY
 RAGGED = (7, 4, 9, 5, 8, 4)  # with batches of 4: tails of 3, 0, 1 (joined), 1 (joined), 0, 0
 SHARES = (1.0, 0.5, 0.25)
 NUM_PUBLIC = 13  # One is held back, and batches of 4 are dropped or joined at the end
-LOCAL = fq.Local(batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3))
-FEW_STEPS = ServerTraining(fq.SGD(lr=0.05), batch_size=5, steps=6, check_every=3)
+LOCAL = fq.LocalTraining(
+    batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.9, weight_decay=1e-3)
+)
+FEW_STEPS = ServerTraining(fq.optimizers.SGD(lr=0.05), batch_size=5, steps=6, check_every=3)
 KINDS = ("feddf", "dsfl", "fedet")
 ENGINES = {
-    "vectorised": lambda data: "vectorised",
+    "vectorized": lambda data: "vectorized",
     **{
-        f"recorded-{layout}": lambda data, layout=layout: Vectorised(
+        f"recorded-{layout}": lambda data, layout=layout: Vectorized(
             data, precision="fp64", record=True, layout=layout
         )
         for layout in ("alone", "laid", "stack")
     },
     "ray": lambda data: "ray",
 }
-QUICK = ("vectorised",)  # The others run in `make test-all`.
+QUICK = ("vectorized",)  # The others run in `make test-all`.
 FEW_ENGINES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ENGINES
 ]
@@ -49,10 +53,10 @@ def compare(make_data, play):
     """Play three rounds on the sequential engine and on another, and compare them."""
 
     def compare(
-        method: fq.Method, family: fq.Family, engine: str = "vectorised", **options
+        method: fq.Method, family: fq.Family, engine: str = "vectorized", **options
     ) -> fq.Run:
         data = make_data(family, RAGGED, labels=2, public=NUM_PUBLIC)
-        fleet = fq.Fleet.of(SHARES, 6, sample=5, dynamic=True)
+        fleet = fq.Fleet.of(SHARES, 6, cohort=5, dynamic=True)
         options = {"fleet": fleet, "rounds": 3, **options}
         truth, other = (
             play(method, family, data, engine=one, **options)
@@ -106,10 +110,17 @@ def test_public_samples_drawn_for_each_round_are_the_same_on_every_engine(
 @pytest.mark.parametrize(
     "how",
     [
-        ServerTraining(fq.Adam(lr=0.01), batch_size=4, steps=6, check_every=2),
-        ServerTraining(fq.SGD(lr=0.05), batch_size=128, steps=4, check_every=2, stop_by="labels"),
+        ServerTraining(fq.optimizers.Adam(lr=0.01), batch_size=4, steps=6, check_every=2),
         ServerTraining(
-            fq.SGD(lr=0.05), batch_size=5, steps=7, check_every=2, patience=9, schedule="cosine"
+            fq.optimizers.SGD(lr=0.05), batch_size=128, steps=4, check_every=2, stop_by="labels"
+        ),
+        ServerTraining(
+            fq.optimizers.SGD(lr=0.05),
+            batch_size=5,
+            steps=7,
+            check_every=2,
+            patience=9,
+            schedule="cosine",
         ),
     ],
     ids=["adam", "labels", "cosine"],
@@ -155,13 +166,19 @@ def test_a_client_whose_predictions_were_lost_trains_on_its_own_samples_alone(
     engine, perceptron, compare
 ):
     """Nine of ten columns get lost, so that most payloads do."""
-    compare(distilling("dsfl"), perceptron, engine, link=fq.Link(loss=fq.Columns(0.9)), rounds=4)
+    compare(
+        distilling("dsfl"),
+        perceptron,
+        engine,
+        link=fq.Link(loss=fq.links.ColumnLoss(0.9)),
+        rounds=4,
+    )
 
 
 CODECS = {
-    "eight bits": fq.Codec(bits=8),
-    "both ways": fq.Codec(bits=8, down=True),
-    "half": fq.Codec(bits=4, keep=0.5),
+    "eight bits": fq.links.Codec(bits=8),
+    "both ways": fq.links.Codec(bits=8, down=True),
+    "half": fq.links.Codec(bits=4, keep=0.5),
 }
 
 
@@ -172,16 +189,15 @@ def test_coded_predictions_are_the_same_on_every_engine_and_smaller(codec, perce
         compare(distilling("dsfl", coded=one), perceptron, link=link) for one in (True, False)
     )
     for mine, theirs in zip(coded.records, plain.records, strict=True):
-        assert (
-            theirs.bytes_up == theirs.bytes_down == 5 * NUM_PUBLIC * 3 * 8
-        )  # Clients, rows, classes, float64
+        # Clients, rows, classes, float64
+        assert theirs.bytes_up == theirs.bytes_down == 5 * NUM_PUBLIC * 3 * 8
         assert mine.bytes_up < theirs.bytes_up / 2
         assert (mine.bytes_down < theirs.bytes_down) == CODECS[codec].down
     assert not torch.equal(coded.server.extras[PREDICTIONS], plain.server.extras[PREDICTIONS])
 
 
 def test_coded_predictions_over_a_link_that_loses_are_the_same_on_every_engine(perceptron, compare):
-    link = fq.Link(loss=LOSSY, codec=fq.Codec(bits=8, down=True))
+    link = fq.Link(loss=LOSSY, codec=fq.links.Codec(bits=8, down=True))
     compare(distilling("dsfl", coded=True), perceptron, link=link)
 
 
@@ -190,7 +206,7 @@ def test_coded_predictions_over_a_link_that_loses_are_the_same_on_every_engine(p
 def test_default_settings_run_on_both_engines(method, perceptron, make_data, play):
     """In float32, with Adam and five prototypes. Two of them have one hidden channel each."""
     data = make_data(perceptron, RAGGED, public=NUM_PUBLIC)
-    for engine in ("sequential", "vectorised"):
+    for engine in ("sequential", "vectorized"):
         run = play(method, perceptron, data, SHARES, engine, precision="fp32")
         assert all(bool(weight.isfinite().all()) for weight in run.server.weights.values())
         assert set(run.accuracy) == {"1.0", "0.5", "0.25"}
@@ -202,11 +218,11 @@ def test_runs_of_two_seeds_share_an_engine(name, perceptron, make_data):
     data, fleet = make_data(perceptron, RAGGED, public=NUM_PUBLIC), fq.Fleet.of(SHARES, 6, 4)
     options = {"precision": "fp64", "evaluation": fq.Evaluation(every=0)}
     method = distilling(name)
-    first = fq.prepare(method, perceptron, data, fleet, "vectorised", **options).train(2)
+    first = fq.prepare(method, perceptron, data, fleet, "vectorized", **options).train(2)
     again = fq.prepare(method, perceptron, data, fleet, first.engine, seed=3, **options).train(2)
-    own = fq.prepare(method, perceptron, data, fleet, "vectorised", seed=3, **options).train(2)
+    own = fq.prepare(method, perceptron, data, fleet, "vectorized", seed=3, **options).train(2)
     assert_same(own, again, atol=0)
     other = replace(data, public=-data.public)
     moved = fq.prepare(method, perceptron, other, fleet, first.engine, seed=3, **options).train(2)
-    alone = fq.prepare(method, perceptron, other, fleet, "vectorised", seed=3, **options).train(2)
+    alone = fq.prepare(method, perceptron, other, fleet, "vectorized", seed=3, **options).train(2)
     assert_same(alone, moved, atol=0)

@@ -1,4 +1,6 @@
-"""ProgFed over other methods: equal on every engine across growth and warm-up, and what clients keep survives both."""
+"""ProgFed over other methods: equal on every engine across growth and warm-up, and what clients
+keep survives both.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import torch
 
 import fedquilt as fq
 from fedquilt.family.net import Pass
+from fedquilt.fleets.availability import Trace
 from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, ProgFed, SplitMix
-from fedquilt.round.availability import Trace
 from fedquilt.round.federation import World
 from tests.conftest import LOCAL, assert_same, with_local
 from tests.engines.test_units import LAYOUTS, played
@@ -20,7 +22,7 @@ from tests.growing import EXAMPLE, SIZES, ThreeBlocks, growing, moved, parts
 
 OTHERS = sorted(set(LOCAL) - {"sequential"})
 SHARES = (1.0, 0.5)
-SHARP = fq.SGD(lr=0.1, momentum=0.9, decay=1e-3)
+SHARP = fq.optimizers.SGD(lr=0.1, momentum=0.9, weight_decay=1e-3)
 INNER = {
     "fedavg": FedAvg(weighting="uniform"),
     "fedprox": METHODS["fedprox"](mu=0.5),
@@ -32,12 +34,14 @@ INNER = {
     "fedrescue": METHODS["fedrescue"](),
     "splitmix": SplitMix(base=0.25),
 }
-FOUR_BITS = fq.Link(codec=fq.Codec(bits=4, feedback=True, down=True))
+FOUR_BITS = fq.Link(codec=fq.links.Codec(bits=4, feedback=True, down=True))
 
 
 def grown(name: str, **changes) -> ProgFed:
-    """Return ProgFed over a method: two rounds of each stage, the first of stages 2 and 3 is a warm-up."""
-    inner = with_local(INNER[name], **{"batch_size": 4, "optimiser": SHARP, **changes})
+    """Return ProgFed over a method: two rounds of each stage, the first of stages 2 and 3 is a
+    warm-up.
+    """
+    inner = with_local(INNER[name], **{"batch_size": 4, "optimizer": SHARP, **changes})
     return ProgFed(over=inner, stage_rounds=2, warmup=1)
 
 
@@ -87,9 +91,9 @@ def quick(*chosen: tuple[str, str], names: list[str], settings: list[str]) -> li
     ("name", "norm"),
     quick(
         ("fedavg", "tracked"),
-        ("fedrolex", "local-all"),
+        ("fedrolex", "per_client-all"),
         names=["fedavg", "fedrolex", "splitmix"],
-        settings=["tracked", "local", "post-own", "local-all"],
+        settings=["tracked", "per_client", "post-own", "per_client-all"],
     ),
 )
 def test_norms_of_a_growing_model_give_the_same_numbers_on_every_engine(
@@ -100,14 +104,16 @@ def test_norms_of_a_growing_model_give_the_same_numbers_on_every_engine(
         assert_same(truth, other)
 
 
-@pytest.mark.parametrize("optimiser", [SHARP, fq.Adam(lr=0.01, decay=1e-3)], ids=["sgd", "adam"])
+@pytest.mark.parametrize(
+    "optimizer", [SHARP, fq.optimizers.Adam(lr=0.01, weight_decay=1e-3)], ids=["sgd", "adam"]
+)
 @pytest.mark.parametrize("name", ["fedavg", "fedrolex"])
 def test_kept_optimizers_of_a_growing_model_give_the_same_numbers_on_every_engine(
-    name, optimiser, play, make_data
+    name, optimizer, play, make_data
 ):
     fleet = fq.Fleet.of(SHARES, 4, 3)
     truth, others = both(
-        play, make_data, grown(name, optimiser=optimiser, keep_optimizer=True), fleet=fleet
+        play, make_data, grown(name, optimizer=optimizer, keep_optimizer=True), fleet=fleet
     )
     for other in others:
         assert_same(truth, other)
@@ -150,7 +156,7 @@ def test_the_net_of_a_frozen_member_is_built_inside_of_a_gradient():
     assert parts(grads) == {"E2", "G2"}
 
 
-# --- what clients keep --------------------------------------------------------------------------------------------
+# --- what clients keep --------------------------------------------------------------------------
 
 
 def started(make_data, method: ProgFed, engine: str, shares=(1.0,), **options) -> fq.Run:
@@ -166,11 +172,13 @@ def started(make_data, method: ProgFed, engine: str, shares=(1.0,), **options) -
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_client_that_was_away_for_a_stage_finds_what_it_kept(engine, make_data, tmp_path):
-    """Client 0 trains in the first and in the third stage. Its momentum of E_1 is that of the first when it returns."""
+    """Client 0 trains in the first and in the third stage. Its momentum of E_1 is that of the first
+    when it returns.
+    """
     trace = tmp_path / "trace.csv"
     trace.write_text("client,start,end\n0,0,2\n0,4,6\n1,0,\n2,0,\n3,0,\n")
-    fleet = fq.Fleet.of((1.0,), 4, 4, available=Trace(str(trace)))
-    method = grown("fedavg", keep_optimizer=True, norm="local")
+    fleet = fq.Fleet.of((1.0,), 4, 4, availability=Trace(str(trace)))
+    method = grown("fedavg", keep_optimizer=True, norm="per_client")
     run = started(make_data, method, engine, fleet=fleet)
     kept = run.train(2).server.memory[0, ""]
     assert parts(kept.slots["momentum"]) == {"E1", "G1"}
@@ -240,7 +248,7 @@ def test_windows_that_move_on_keep_what_was_remembered_elsewhere(engine, make_da
     assert parts(memories[-1].slots["momentum"]) == {"E1", "G1", "E2", "G2", "E3", "G3"}
 
 
-# --- layouts, stacks and budgets ----------------------------------------------------------------------------------
+# --- layouts, stacks and budgets ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -256,13 +264,15 @@ def test_every_layout_gives_the_same_numbers_through_growth_and_warm_up(
 
 def test_equal_clients_are_one_stack_in_every_stage(play, make_data):
     family = growing()
-    run = play(grown("fedavg"), family, make_data(family, SIZES), engine="vectorised", rounds=6)
+    run = play(grown("fedavg"), family, make_data(family, SIZES), engine="vectorized", rounds=6)
     assert [record.stacks for record in run.records] == [1] * 6
 
 
 @pytest.mark.parametrize("kind", ["macs", "params", "memory"])
 def test_bounds_hold_in_every_stage(kind, play, make_data):
-    """A device that cannot hold the whole model trains more channels of the first blocks than of all of them."""
+    """A device that cannot hold the whole model trains more channels of the first blocks than of
+    all of them.
+    """
     family = growing()
     method = grown("heterofl")
     whole = family.cost(family.whole, method.training_step(World(family, precision="fp64")))

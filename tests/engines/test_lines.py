@@ -1,4 +1,6 @@
-"""Weights end to end: views write into the lines, and nets nested in others are cut from them and put back."""
+"""Weights end to end: views write into the lines, and nets nested in others are cut from them and
+put back.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.engines.lines import Lines
+from fedquilt.engines.vectorized.lines import Lines
 from fedquilt.family.cut import prefix
 
 KINDS = pytest.mark.parametrize("channels_last", [False, True])
@@ -71,9 +73,11 @@ def test_a_nested_net_is_cut_and_put_back_where_it_is(family, clients, share, ch
 
 
 def test_nets_that_nobody_uses_any_more_are_forgotten(residual, make_data):
-    """Places are as many numbers as a net has weights: units that are alive share them, and then they go."""
+    """Places are as many numbers as a net has weights: units that are alive share them, and then
+    they go.
+    """
     fleet = fq.Fleet.of((1.0,), 2, 2)
-    method = fq.methods.FedResCuE(local=fq.Local(batch_size=4))
+    method = fq.methods.FedResCuE(local=fq.LocalTraining(batch_size=4))
     run = fq.prepare(
         method, residual, make_data(residual, (4, 4)), fleet, evaluation=fq.Evaluation(every=0)
     ).train(3)

@@ -1,4 +1,6 @@
-"""Every method over links that lose and code: the same numbers on every engine, float64, two rounds, 1e-9."""
+"""Every method over links that lose and code: the same numbers on every engine, float64, two
+rounds, 1e-9.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.engines import Vectorised
+from fedquilt.engines import Vectorized
 from fedquilt.family.cut import prefix
 from fedquilt.methods import METHODS, FedRolex, HeteroFL, SplitMix
-from fedquilt.round.link import Trip
+from fedquilt.round.link import Transmission
 from fedquilt.round.merge import Mean
 from fedquilt.round.training.regions import Between
 from tests.conftest import LOCAL, QUICK_METHODS, assert_same, with_local
@@ -18,14 +20,16 @@ from tests.conftest import LOCAL, QUICK_METHODS, assert_same, with_local
 OTHERS = sorted(set(LOCAL) - {"sequential"})
 RAGGED = (7, 4, 9, 5, 8, 4)
 SHARES = (1.0, 0.5, 0.25)
-SHARP = fq.SGD(lr=0.1, momentum=0.9, decay=1e-3)
-LOSSY = fq.Columns((0.1, 0.3), 0.4)
+SHARP = fq.optimizers.SGD(lr=0.1, momentum=0.9, weight_decay=1e-3)
+LOSSY = fq.links.ColumnLoss((0.1, 0.3), 0.4)
 
 LINKS = {
     "lossy": fq.Link(loss=LOSSY),
-    "lq4+sp50": fq.Link(codec=fq.Codec(bits=4, keep=0.5)),
+    "lq4+sp50": fq.Link(codec=fq.links.Codec(bits=4, keep=0.5)),
     "everything": fq.Link(
-        loss=LOSSY, codec=fq.Codec(bits=8, keep=0.5, feedback=True, down=True), clock=fq.Clock()
+        loss=LOSSY,
+        codec=fq.links.Codec(bits=8, keep=0.5, feedback=True, down=True),
+        clock=fq.links.Clock(),
     ),
 }
 
@@ -33,10 +37,10 @@ LINKS = {
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("name", QUICK_METHODS)
 def test_every_method_over_every_link_gives_the_same_numbers(name, link, residual, play, make_data):
-    method = with_local(METHODS[name](), batch_size=4, optimiser=SHARP)
+    method = with_local(METHODS[name](), batch_size=4, optimizer=SHARP)
     data, fleet = (
         make_data(residual, RAGGED, labels=2),
-        fq.Fleet.of(SHARES, 6, sample=5, dynamic=True),
+        fq.Fleet.of(SHARES, 6, cohort=5, dynamic=True),
     )
     truth, *others = (
         play(method, residual, data, fleet=fleet, engine=engine, link=LINKS[link])
@@ -47,17 +51,17 @@ def test_every_method_over_every_link_gives_the_same_numbers(name, link, residua
         assert [r.link_seconds for r in other.records] == [r.link_seconds for r in truth.records]
 
 
-ROTATED = fq.Codec(bits=4, keep=0.5, feedback=True, down=True, rotate=True)
+ROTATED = fq.links.Codec(bits=4, keep=0.5, feedback=True, down=True, rotate=True)
 
 
 @pytest.mark.parametrize(
     "link",
-    [fq.Link(codec=fq.Codec(8, rotate=True)), fq.Link(loss=LOSSY, codec=ROTATED)],
+    [fq.Link(codec=fq.links.Codec(8, rotate=True)), fq.Link(loss=LOSSY, codec=ROTATED)],
     ids=["lq8", "everything"],
 )
 @pytest.mark.parametrize("name", ["fedrolex", "scaffold"])
 def test_rotated_changes_are_the_same_on_every_engine(name, link, residual, play, make_data):
-    method = with_local(METHODS[name](), batch_size=4, optimiser=SHARP)
+    method = with_local(METHODS[name](), batch_size=4, optimizer=SHARP)
     data = make_data(residual, RAGGED, labels=2)
     truth, *others = (
         play(method, residual, data, SHARES, engine=engine, link=link)
@@ -67,7 +71,7 @@ def test_rotated_changes_are_the_same_on_every_engine(name, link, residual, play
         assert_same(truth, other)
 
 
-@pytest.mark.parametrize("norm", ["tracked", "local", "post-own", "local-all"])
+@pytest.mark.parametrize("norm", ["tracked", "per_client", "post-own", "per_client-all"])
 @pytest.mark.parametrize(
     "method",
     [HeteroFL(), FedRolex(shift=2), METHODS["sheterofl"].preset("released"), SplitMix(base=0.25)],
@@ -115,7 +119,9 @@ class TwoBranches(nn.Module):
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("kind", ["heads", "branches"])
 def test_base_nets_of_compound_axes_go_over_every_link(kind, link, language, play, make_data):
-    """Where a dimension has several axes, positions count within what a scope holds, not within the whole model."""
+    """Where a dimension has several axes, positions count within what a scope holds, not within the
+    whole model.
+    """
     family = language if kind == "heads" else fq.trace(TwoBranches, torch.zeros(2, 1, 6, 6))
     data, method = (
         make_data(family, RAGGED),
@@ -127,20 +133,25 @@ def test_base_nets_of_compound_axes_go_over_every_link(kind, link, language, pla
     )
     for other in others:
         assert_same(truth, other)
-        assert other.clientwise() == truth.clientwise()
+        assert other.per_client() == truth.per_client()
 
 
 def test_a_part_of_a_base_net_arrives_where_it_belongs(language):
-    """Its first columns are the nested net of the member that the scope holds; all else stays as it was."""
+    """Its first columns are the nested net of the member that the scope holds; all else stays as it
+    was.
+    """
     family = language
     member = family.fit(fq.Budget(share=0.5))
     own = family.cutter.gather(family.init(1), prefix(member), family.trainable)
-    base = fq.Submodel(member, scope="base0/")
+    base = fq.methods.api.Submodel(member, scope="base0/")
     part = family.part(base, 0.25)
-    link = fq.Link(loss=fq.Columns(0.5, granularity=0.25))
-    world, client = fq.World(family), fq.Client(0, fq.Budget(share=0.5), 4)
-    jobs = [fq.Job(client, base, round) for round in range(20)]
-    arrivals = [link.up(fq.Payload(base, own), Trip(world, job, up=True)) for job in jobs]
+    link = fq.Link(loss=fq.links.ColumnLoss(0.5, granularity=0.25))
+    world, client = fq.methods.api.World(family), fq.methods.api.Client(0, fq.Budget(share=0.5), 4)
+    jobs = [fq.methods.api.Job(client, base, round) for round in range(20)]
+    arrivals = [
+        link.up(fq.methods.api.Payload(base, own), Transmission(world, job, up=True))
+        for job in jobs
+    ]
     job, arrived = next(
         (j, a.payload)
         for j, a in zip(jobs, arrivals, strict=True)
@@ -150,9 +161,11 @@ def test_a_part_of_a_base_net_arrives_where_it_belongs(language):
         own, prefix(member).index, family.member(member).nested(0.25).index
     )
     torch.testing.assert_close(dict(arrived.weights), expected, rtol=0, atol=0)
-    server = fq.Server(0, {f"base0/{name}": torch.zeros_like(value) for name, value in own.items()})
+    server = fq.methods.api.Server(
+        0, {f"base0/{name}": torch.zeros_like(value) for name, value in own.items()}
+    )
     fold = Mean(family.cutter).begin(server)
-    fold.add(fq.Update(job, (arrived,), 1))
+    fold.add(fq.methods.api.Update(job, (arrived,), 1))
     merged = fold.finish(server)[0]
     for name, value in own.items():
         there = Between(0, 0.25).mask(family.member(member), name)
@@ -165,10 +178,10 @@ def test_a_part_of_a_base_net_arrives_where_it_belongs(language):
 @pytest.mark.parametrize(
     "link",
     [
-        fq.Link(loss=fq.Columns(0.0)),
-        fq.Link(loss=fq.Columns((0.0, 0.0), 0.0)),
-        fq.Link(codec=fq.Codec(bits=32, keep=1.0, feedback=True, down=True)),
-        fq.Link(clock=fq.Clock()),
+        fq.Link(loss=fq.links.ColumnLoss(0.0)),
+        fq.Link(loss=fq.links.ColumnLoss((0.0, 0.0), 0.0)),
+        fq.Link(codec=fq.links.Codec(bits=32, keep=1.0, feedback=True, down=True)),
+        fq.Link(clock=fq.links.Clock()),
     ],
     ids=["error rate 0", "error rates 0 to 0", "32 bits, 100 %", "clock"],
 )
@@ -199,10 +212,10 @@ def test_a_perfect_link_leaves_stacks_whole(residual, play, make_data, monkeypat
     from fedquilt.round.merge import Mean
 
     monkeypatch.setattr(Mean, "add", lambda *_: pytest.fail("a client was added by itself"))
-    play(HeteroFL(), residual, make_data(residual, RAGGED), SHARES, engine="vectorised")
+    play(HeteroFL(), residual, make_data(residual, RAGGED), SHARES, engine="vectorized")
 
 
-# --- engines that are shared -------------------------------------------------------------------------------------
+# --- engines that are shared --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -228,7 +241,7 @@ def test_nets_that_cannot_be_stacked_go_over_the_same_link(residual, make_data, 
 
     data, method = make_data(residual, RAGGED), with_local(HeteroFL(), batch_size=4)
     truth = play(method, residual, data, SHARES, link=LINKS["everything"])
-    monkeypatch.setattr(Vectorised, "gradients", refused)
+    monkeypatch.setattr(Vectorized, "gradients", refused)
     fleet, how = fq.Fleet.of(SHARES, 6, 6), fq.Evaluation(every=0)
     run = fq.prepare(method, residual, data, fleet, precision="fp64", evaluation=how)
     run.engine.layout = "stack"

@@ -11,10 +11,10 @@ import torch
 
 import fedquilt as fq
 from fedquilt.cli import RunRequest
-from fedquilt.config import Experiment, choose
 from fedquilt.errors import ConfigError
 from fedquilt.methods import METHODS
 from fedquilt.names import find
+from fedquilt.runs.experiment import Experiment, choose
 from tests.conftest import LOCAL, assert_same, with_local
 
 OTHERS = sorted(set(LOCAL) - {"sequential"})
@@ -104,11 +104,11 @@ def codec(name: str, **options: Any) -> Any:
 
 def small(**settings: Any) -> Experiment:
     plain = {"method": "heterofl", "model": "mine.py:net", "data": "mine.py:pool", "rounds": 2}
-    plain |= {"fleet": {"clients": 6, "sample": 4}, **settings}
+    plain |= {"fleet": {"clients": 6, "cohort": 4}, **settings}
     return Experiment.of(plain)
 
 
-LOSS = fq.Columns((0.1, 0.3), 0.4)
+LOSS = fq.links.ColumnLoss((0.1, 0.3), 0.4)
 LINKS = {
     "feedback": lambda: fq.Link(codec=codec("TopK", feedback=True)),
     "everything": lambda: fq.Link(LOSS, codec("TopK", feedback=True, down=True)),
@@ -119,10 +119,10 @@ LINKS = {
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("name", ["heterofl", "fedrolex", "splitmix"])
 def test_a_users_codec_is_equal_on_every_engine(name, link, mine, residual, play, make_data):
-    sharp = fq.SGD(lr=0.1, momentum=0.9, decay=1e-3)
-    method = with_local(METHODS[name](), batch_size=4, optimiser=sharp)
+    sharp = fq.optimizers.SGD(lr=0.1, momentum=0.9, weight_decay=1e-3)
+    method = with_local(METHODS[name](), batch_size=4, optimizer=sharp)
     data = make_data(residual, RAGGED, labels=2)
-    fleet = fq.Fleet.of(SHARES, 6, sample=5, dynamic=True)
+    fleet = fq.Fleet.of(SHARES, 6, cohort=5, dynamic=True)
     truth, *others = (
         play(method, residual, data, fleet=fleet, engine=engine, rounds=3, link=LINKS[link]())
         for engine in ("sequential", *OTHERS)
@@ -145,7 +145,7 @@ def test_a_file_asks_for_it_and_gives_the_same_run_as_python(mine: Path, engine:
     table = {"name": "mine.py:TopK", "keep": 0.3, "feedback": True}
     link = {"loss": {"name": "columns", "rate": 0.3}, "codec": table}
     experiment = small(link=link, engine={"name": engine, "precision": "fp64"})
-    made = fq.Link(fq.Columns(0.3), codec("TopK", keep=0.3, feedback=True))
+    made = fq.Link(fq.links.ColumnLoss(0.3), codec("TopK", keep=0.3, feedback=True))
     assert experiment.link == made
     again = Experiment.of(tomllib.loads(experiment.to_toml()))
     assert again == experiment
@@ -171,8 +171,8 @@ def test_a_flag_names_another_codec_without_the_options_of_the_first(mine: Path)
     def link(*assign: str) -> fq.Link:
         return RunRequest(config="base.toml", assign=assign).experiment("base.toml", None).link
 
-    assert link() == fq.Link(codec=fq.Codec(4))
-    assert link("link.codec.name=linear") == fq.Link(codec=fq.Codec(4))
+    assert link() == fq.Link(codec=fq.links.Codec(4))
+    assert link("link.codec.name=linear") == fq.Link(codec=fq.links.Codec(4))
     assert link("link.codec.name=mine.py:TopK") == fq.Link(codec=codec("TopK"))
     chosen = link("link.codec.name=mine.py:TopK", "link.codec.keep=0.5")
     assert chosen == fq.Link(codec=codec("TopK", keep=0.5))
@@ -183,10 +183,10 @@ def test_a_flag_names_another_codec_without_the_options_of_the_first(mine: Path)
 def test_a_table_without_a_name_is_the_built_in_codec(mine: Path) -> None:
     """Files of earlier versions have no name."""
     table = {"bits": 4, "feedback": True}
-    assert small(link={"codec": table}).link.codec == fq.Codec(4, feedback=True)
-    assert small(link={"codec": {}}).link.codec == fq.Codec()
-    assert small(link={"codec": "linear"}).link.codec == fq.Codec()
-    assert small(link={"name": "lq8", "codec": {"keep": 0.5}}).link.codec == fq.Codec(8, 0.5)
+    assert small(link={"codec": table}).link.codec == fq.links.Codec(4, feedback=True)
+    assert small(link={"codec": {}}).link.codec == fq.links.Codec()
+    assert small(link={"codec": "linear"}).link.codec == fq.links.Codec()
+    assert small(link={"name": "lq8", "codec": {"keep": 0.5}}).link.codec == fq.links.Codec(8, 0.5)
     assert tomllib.loads(small(link="lq8").to_toml())["link"]["codec"]["name"] == "linear"
 
 
@@ -199,7 +199,8 @@ def test_a_table_without_a_name_is_the_built_in_codec(mine: Path) -> None:
         ),
         (
             "mine.py:TopQ",
-            r"\.name: there is no class or function in mine\.py named 'TopQ'\. Did you mean 'TopK'\?",
+            r"\.name: there is no class or function in mine\.py named 'TopQ'\. Did you mean "
+            r"'TopK'\?",
         ),
         ("other.py:TopK", r"\.name: the codec 'other\.py:TopK' was asked for; there is no file"),
         ("mine.py:net", r": mine\.py:net was called and failed: TypeError"),

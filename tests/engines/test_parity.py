@@ -1,4 +1,6 @@
-"""Every method on the vectorised engine against the sequential one: float64, two rounds, 1e-9; and how much stacks."""
+"""Every method on the vectorized engine against the sequential one: float64, two rounds, 1e-9; and
+how much stacks.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,21 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.engines import Vectorised
+from fedquilt.engines import Vectorized
 from fedquilt.family.norms import NORM_POLICIES
-from fedquilt.methods import METHODS, FedAvg, FedDropout, FedRolex, HeteroFL, LocalOnly, SplitMix
+from fedquilt.methods import (
+    METHODS,
+    FedAvg,
+    FedDropout,
+    FedRolex,
+    HeteroFL,
+    LocalOnly,
+    SplitMix,
+    api,
+)
 from fedquilt.models import TransformerLM
+from fedquilt.round.evaluate import ranked
 from fedquilt.round.federation import World
-from fedquilt.round.serve import arranged
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import (
     MaskedCrossEntropy,
@@ -38,7 +49,7 @@ from tests.conftest import (
 OTHERS = sorted(set(LOCAL) - {"sequential"})
 RAGGED = (7, 4, 9, 5, 8, 4)  # with batches of 4: tails of 3, 0, 1 (joined), 1 (joined), 0, 0
 SHARES = (1.0, 0.5, 0.25)
-SHARP = fq.SGD(lr=0.1, momentum=0.9, decay=1e-3)
+SHARP = fq.optimizers.SGD(lr=0.1, momentum=0.9, weight_decay=1e-3)
 
 
 def both(play, method, family, data, **options):
@@ -50,11 +61,16 @@ def both(play, method, family, data, **options):
 @pytest.mark.parametrize("name", QUICK_METHODS)
 @pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
 def test_every_method_gives_the_same_numbers_on_every_engine(name, family, play, make_data):
-    method = with_local(METHODS[name](), batch_size=4, optimiser=SHARP)
+    method = with_local(METHODS[name](), batch_size=4, optimizer=SHARP)
     data = make_data(family, RAGGED, labels=2)
-    fleet = fq.Fleet.of(SHARES, 6, sample=5, dynamic=True)
+    fleet = fq.Fleet.of(SHARES, 6, cohort=5, dynamic=True)
     truth, others = both(
-        play, method, family, data, fleet=fleet, evaluation=fq.Evaluation(local=True, batch_size=10)
+        play,
+        method,
+        family,
+        data,
+        fleet=fleet,
+        evaluation=fq.Evaluation(per_client=True, batch_size=10),
     )
     assert truth.server.round == 2
     moved = [
@@ -75,13 +91,13 @@ def test_base_nets_sorted_by_validation_are_the_same_on_every_engine(
 ):
     """Where they are, every share is evaluated with the same nets; one client has a single sample."""
     data = make_data(family, (7, 4, 9, 5, 1, 4), labels=2).with_validation(0.3)
-    method = with_local(SplitMix(base=0.25, sort=True), batch_size=4, optimiser=SHARP, norm=norm)
-    how = fq.Evaluation(local=True, batch_size=10, on=on)
+    method = with_local(SplitMix(base=0.25, sort=True), batch_size=4, optimizer=SHARP, norm=norm)
+    how = fq.Evaluation(per_client=True, batch_size=10, on=on)
     truth, others = both(play, method, family, data, shares=SHARES, evaluation=how)
-    arranged_truth = arranged(truth.federation, truth.server, truth.engine)
+    arranged_truth = ranked(truth.federation, truth.server, truth.engine)
     for other in others:
         assert_same(truth, other)
-        theirs = arranged(other.federation, other.server, other.engine)
+        theirs = ranked(other.federation, other.server, other.engine)
         torch.testing.assert_close(
             dict(theirs.weights), dict(arranged_truth.weights), rtol=0, atol=1e-9
         )
@@ -90,23 +106,27 @@ def test_base_nets_sorted_by_validation_are_the_same_on_every_engine(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"optimiser": fq.Adam(lr=0.01, decay=1e-3)},
-        {"optimiser": fq.AdamW(lr=0.01)},
-        {"optimiser": fq.SGD(lr=0.1, momentum=0.9, nesterov=True, clip=0.5)},
+        {"optimizer": fq.optimizers.Adam(lr=0.01, weight_decay=1e-3)},
+        {"optimizer": fq.optimizers.AdamW(lr=0.01)},
+        {"optimizer": fq.optimizers.SGD(lr=0.1, momentum=0.9, nesterov=True, clip=0.5)},
         {"epochs": 2, "last_batch": "drop"},
         {"last_batch": "merge"},
         {"crop": 2, "flip": True},
         {"norm": "tracked"},
-        {"norm": "local"},
+        {"norm": "per_client"},
         {"masked": "batch"},
-        {"schedule": fq.Steps((1,), 0.1)},
+        {"schedule": fq.schedules.Steps((1,), 0.1)},
+        {
+            "epochs": 2,
+            "within_round": fq.schedules.WithinRound(warmup_share=0.4, shape="cosine", final=0.1),
+        },
     ],
     ids="-".join,
 )
 def test_every_local_setting_gives_the_same_numbers_on_every_engine(
     changes, residual, play, make_data
 ):
-    method = with_local(FedRolex(), **{"batch_size": 4, "optimiser": SHARP, **changes})
+    method = with_local(FedRolex(), **{"batch_size": 4, "optimizer": SHARP, **changes})
     truth, others = both(
         play, method, residual, make_data(residual, RAGGED, labels=2), shares=SHARES
     )
@@ -125,8 +145,8 @@ def test_every_local_setting_gives_the_same_numbers_on_every_engine(
         METHODS["sheterofl"].preset("released"),
         METHODS["fedprox"](mu=0.5),
         METHODS["fednova"](mu=0.5),
-        FedAvg(share=0.5, server=fq.methods.method.ServerMomentum()),
-        HeteroFL(server=fq.methods.method.ServerAdam(), weighting="both"),
+        FedAvg(share=0.5, server_optimizer=api.ServerMomentum()),
+        HeteroFL(server_optimizer=api.ServerAdam(), weighting="both"),
     ],
     ids=repr,
 )
@@ -160,12 +180,14 @@ def test_tied_weights_stay_tied_on_every_engine(play, make_data):
         assert model.head.weight is model.token.weight
 
 
-# --- learners of several phases, and slots that are kept --------------------------------------------------------
+# --- learners of several phases, and slots that are kept ----------------------------------------
 
 
 @dataclass(frozen=True)
 class TwoPhases(HeteroFL):
-    """First the inner half on its own net's loss, then what is outside of it on the whole net's; momentum is kept."""
+    """First the inner half on its own net's loss, then what is outside of it on the whole net's;
+    momentum is kept.
+    """
 
     def learner(self, job: Job, world: World) -> Learner:
         phases = (
@@ -175,24 +197,23 @@ class TwoPhases(HeteroFL):
         return replace(super().learner(job, world), phases=phases, keep_slots=True)
 
 
-@pytest.mark.parametrize("optimiser", [SHARP, fq.Adam(lr=0.01)], ids=["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", [SHARP, fq.optimizers.Adam(lr=0.01)], ids=["sgd", "adam"])
 @pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
-def test_two_phases_and_kept_slots_give_the_same_numbers(optimiser, family, play, make_data):
-    method = with_local(TwoPhases(), batch_size=4, optimiser=optimiser)
+def test_two_phases_and_kept_slots_give_the_same_numbers(optimizer, family, play, make_data):
+    method = with_local(TwoPhases(), batch_size=4, optimizer=optimizer)
     truth, others = both(play, method, family, make_data(family, RAGGED), shares=SHARES, rounds=3)
     assert any(memory.slots for memory in truth.server.memory.values())
-    assert (
-        truth.server.memory[0, ""].steps == 3 * 2 * 2
-    )  # rounds, batches of 7 samples by 4, phases
+    # rounds, batches of 7 samples by 4, phases
+    assert truth.server.memory[0, ""].steps == 3 * 2 * 2
     for other in others:
         assert_same(truth, other)
 
 
-# --- stacks -----------------------------------------------------------------------------------------------------
+# --- stacks -------------------------------------------------------------------------------------
 
 
 def test_equal_clients_are_one_stack_whatever_their_data(residual, play, make_data):
-    run = play(FedAvg(), residual, make_data(residual, RAGGED), engine="vectorised")
+    run = play(FedAvg(), residual, make_data(residual, RAGGED), engine="vectorized")
     assert [record.stacks for record in run.records] == [1, 1]
     assert [r.stacks for r in play(FedAvg(), residual, make_data(residual, RAGGED)).records] == [
         6,
@@ -204,7 +225,7 @@ def test_equal_clients_are_one_stack_whatever_their_data(residual, play, make_da
     "method", [HeteroFL(), FedRolex(), FedDropout(), METHODS["sheterofl"](), METHODS["local"]()]
 )
 def test_each_member_is_one_stack(method, residual, play, make_data):
-    run = play(method, residual, make_data(residual, RAGGED, labels=2), SHARES, engine="vectorised")
+    run = play(method, residual, make_data(residual, RAGGED, labels=2), SHARES, engine="vectorized")
     assert [record.stacks for record in run.records] == [3, 3]
 
 
@@ -213,12 +234,11 @@ def test_a_memory_bound_splits_stacks_and_keeps_the_numbers(residual, make_data)
     fleet, how = fq.Fleet.of((1.0,), 6, 6), fq.Evaluation(batch_size=8)
     runs = []
     cost = residual.cost(residual.whole, fq.TrainingStep(4, 1))
-    one = 2 * (
-        cost.memory + 3 * cost.bytes
-    )  # float64; old and new weights and momentum, and what was received
+    # float64; old and new weights and momentum, and what was received
+    one = 2 * (cost.memory + 3 * cost.bytes)
     for memory in (1 << 30, 2 * one, 1):
         run = fq.prepare(
-            method, residual, data, fleet, "vectorised", precision="fp64", evaluation=how
+            method, residual, data, fleet, "vectorized", precision="fp64", evaluation=how
         )
         run.engine.memory = memory
         runs.append(run.train(2))
@@ -234,7 +254,8 @@ def test_learners_of_equal_clients_are_equal_and_hashable(residual):
         jobs = [
             Job(client, method.plan(server, client, world)[0], 0)
             for client in (
-                fq.Client(id, fq.Budget(share=0.5), size) for id, size in ((0, 5), (1, 9))
+                fq.methods.api.Client(id, fq.Budget(share=0.5), size)
+                for id, size in ((0, 5), (1, 9))
             )
         ]
         one, other = (method.learner(job, world) for job in jobs)
@@ -248,7 +269,7 @@ def test_learners_of_equal_clients_are_equal_and_hashable(residual):
     )
 
 
-@pytest.mark.parametrize("norm", ["post-own", "local-all"])
+@pytest.mark.parametrize("norm", ["post-own", "per_client-all"])
 @pytest.mark.parametrize(
     "method",
     [HeteroFL(), FedRolex(shift=2), SplitMix(base=0.25)],
@@ -258,24 +279,24 @@ def test_learners_of_equal_clients_are_equal_and_hashable(residual):
 def test_norms_of_each_client_give_the_same_numbers_on_every_engine(
     method, norm, family, play, make_data
 ):
-    method = with_local(method, batch_size=4, optimiser=SHARP, norm=norm)
-    fleet = fq.Fleet.of(SHARES, 6, sample=5, dynamic=True)
+    method = with_local(method, batch_size=4, optimizer=SHARP, norm=norm)
+    fleet = fq.Fleet.of(SHARES, 6, cohort=5, dynamic=True)
     how = fq.Evaluation(batch_size=3)
     truth, others = both(
         play, method, family, make_data(family, RAGGED), fleet=fleet, evaluation=how, rounds=3
     )
-    assert bool(truth.server.memory) == (norm == "local-all")
+    assert bool(truth.server.memory) == (norm == "per_client-all")
     for other in others:
         assert_same(truth, other)
 
 
-# --- evaluation and calibration ---------------------------------------------------------------------------------
+# --- evaluation and calibration -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm", NORM_POLICIES)
 def test_evaluation_is_the_same_on_every_engine(norm, residual, play, make_data):
     method = with_local(HeteroFL(), batch_size=4, norm=norm)
-    how = fq.Evaluation(batch_size=7, local=True)  # 24 test samples: a tail of 3
+    how = fq.Evaluation(batch_size=7, per_client=True)  # 24 test samples: a tail of 3
     data = replace(make_data(residual, RAGGED), test_domains=torch.arange(24) % 5 // 3)  # 15 and 9
     data = replace(data, public=torch.randn(8, 1, 6, 6, generator=torch.Generator().manual_seed(1)))
     truth, others = both(play, method, residual, data, shares=SHARES, evaluation=how)
@@ -293,14 +314,14 @@ def test_calibration_is_the_same_on_every_engine(residual, make_data):
     for kind in LOCAL.values():
         engine = kind(data, precision="fp64")
         cut = residual.cutter.gather(weights, submodel, residual.trainable)
-        federation = fq.Federation(World(residual, precision="fp64"), FedRolex())
+        federation = fq.methods.api.Federation(World(residual, precision="fp64"), FedRolex())
         statistics.extend(engine.calibrate(federation, [(submodel, cut)], batch_size=9))
     assert statistics[0].keys() == set(residual.statistics)
     for other in statistics[1:]:
         torch.testing.assert_close(dict(other), statistics[0], rtol=0, atol=1e-12)
 
 
-# --- objectives of a user where phases are drawn ------------------------------------------------------------------
+# --- objectives of a user where phases are drawn ------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -338,11 +359,12 @@ def test_objectives_that_read_more_than_a_nested_net_are_alike(
 ):
     """The gradient of a penalty is not zero outside of the nested net whose loss it is added to.
 
-    FedResCuE does not move weights there, but their gradients count where the norm of the gradient is bounded.
+    FedResCuE does not move weights there, but their gradients count where the norm of the gradient
+    is bounded.
     """
-    optimiser = fq.SGD(lr=0.1, momentum=0.9, clip=0.5)
+    optimizer = fq.optimizers.SGD(lr=0.1, momentum=0.9, clip=0.5)
     method = with_local(
-        METHODS[name](), batch_size=4, epochs=2, optimiser=optimiser, objective=objective
+        METHODS[name](), batch_size=4, epochs=2, optimizer=optimizer, objective=objective
     )
     truth, others = both(play, method, perceptron, make_data(perceptron, RAGGED), shares=(1.0, 0.5))
     plain = play(
@@ -358,15 +380,17 @@ def test_objectives_that_read_more_than_a_nested_net_are_alike(
         assert_same(truth, other)
 
 
-# --- what clients keep, by global position ----------------------------------------------------------------------
+# --- what clients keep, by global position ------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_window_that_comes_back_finds_what_the_client_kept_there(
     engine, residual, make_data, play
 ):
-    """Positions outside of a round's window keep what was remembered of them (a window of half, moved by half)."""
-    method = with_local(FedRolex(shift=4, weighting="data"), batch_size=4, norm="local")
+    """Positions outside of a round's window keep what was remembered of them (a window of half,
+    moved by half).
+    """
+    method = with_local(FedRolex(shift=4, weighting="data"), batch_size=4, norm="per_client")
     data = make_data(residual, (8,))
     family = residual
     runs = [
@@ -385,9 +409,8 @@ def test_a_window_that_comes_back_finds_what_the_client_kept_there(
     again = family.cutter.narrow(twice.weights, twice.submodel.index, once.submodel.index)
     for name, before in once.weights.items():
         dims = family.layout.dims[name]
-        if all(
-            dim in eight for dim in dims
-        ):  # axes of four channels were trained again in the second round
+        # axes of four channels were trained again in the second round
+        if all(dim in eight for dim in dims):
             assert torch.equal(again[name], before)
 
 
@@ -395,7 +418,7 @@ def test_a_window_that_comes_back_finds_what_the_client_kept_there(
 def test_another_state_is_not_served_with_the_last_ones_cuts(engine, residual, make_data):
     """A run may be set back to an earlier state: nothing of the later one may linger."""
     run = fq.prepare(
-        with_local(HeteroFL(), norm="local"),
+        with_local(HeteroFL(), norm="per_client"),
         residual,
         make_data(residual, (6, 6)),
         fq.Fleet.of((1.0, 0.5), 2, 2),
@@ -412,15 +435,15 @@ def test_another_state_is_not_served_with_the_last_ones_cuts(engine, residual, m
 
 
 def test_the_age_of_momentum_does_not_split_a_stack(residual, make_data):
-    """Clients that trained a different number of steps stack, unless the optimiser counts them."""
+    """Clients that trained a different number of steps stack, unless the optimizer counts them."""
     data = make_data(residual, (4, 8, 8))
-    for optimiser, stacks in ((fq.SGD(), 1), (fq.Adam(), 2)):
+    for optimizer, stacks in ((fq.optimizers.SGD(), 1), (fq.optimizers.Adam(), 2)):
         run = fq.prepare(
-            with_local(TwoPhases(), optimiser=optimiser, batch_size=4),
+            with_local(TwoPhases(), optimizer=optimizer, batch_size=4),
             residual,
             data,
             fq.Fleet.of((1.0,), 3, 3),
-            "vectorised",
+            "vectorized",
             precision="fp64",
         )
         assert [record.stacks for record in run.train(2).records] == [1, stacks]
@@ -459,7 +482,7 @@ def test_clients_that_send_nothing_stack_whatever_their_classes(residual, make_d
         assert_same(truth, other)
 
 
-# --- modules of all kinds ---------------------------------------------------------------------------------------
+# --- modules of all kinds -----------------------------------------------------------------------
 
 
 class Simple(nn.Module):
@@ -542,7 +565,7 @@ class Deciding(Simple):
 
 
 @pytest.mark.parametrize("layout", ["auto", "stack"])
-@pytest.mark.parametrize("norm", ["post", "local"])
+@pytest.mark.parametrize("norm", ["post", "per_client"])
 @pytest.mark.parametrize(
     "kind",
     [Simple, BatchNormed, Pinned, AcrossChannels, Dropping, Masking, Summing, Deciding],
@@ -566,11 +589,15 @@ def test_modules_of_all_kinds_give_the_same_numbers(kind, norm, layout, make_dat
 @pytest.mark.parametrize("weight", [0.5, 1.0])
 @pytest.mark.parametrize("name", ["fedavg", "sheterofl"])
 def test_modules_with_constants_are_attacked_alike(name, weight, make_data, play):
-    """A gradient within a gradient finds constants as they are, whichever of the two met them first."""
+    """A gradient within a gradient finds constants as they are, whichever of the two met them
+    first.
+    """
     family = fq.trace(Pinned, torch.zeros(2, 1, 6, 6), fixed=["stem"])
     data = make_data(family, RAGGED)
     data = replace(data, inputs=data.inputs.sigmoid(), test_inputs=data.test_inputs.sigmoid())
-    adversarial = fq.AdversarialTraining(weight, fq.PGD(eps=0.1, steps=2, size=0.05))
+    adversarial = fq.attacks.AdversarialTraining(
+        weight, fq.attacks.PGD(eps=0.1, steps=2, step_size=0.05)
+    )
     method = with_local(METHODS[name](), batch_size=4, adversarial=adversarial)
     truth, others = both(play, method, family, data, shares=(1.0, 0.5))
     for other in others:
@@ -590,11 +617,12 @@ class Rows(nn.Module):
 
 def test_one_test_sample_is_enough_for_stored_statistics(make_data, play):
     family = fq.trace(Rows, torch.zeros(2, 4))
+    # parts of 2, 1, 1, 1
     method, data = (
         with_local(HeteroFL(), batch_size=4),
         make_data(family, (6, 6, 6, 6), tests=5),
-    )  # parts of 2, 1, 1, 1
-    truth, others = both(play, method, family, data, evaluation=fq.Evaluation(local=True))
+    )
+    truth, others = both(play, method, family, data, evaluation=fq.Evaluation(per_client=True))
     for other in others:
         assert_same(truth, other)
 
@@ -608,11 +636,13 @@ def test_one_sample_is_too_few_for_a_norm_that_trains_on_it(engine, make_data, p
         play(with_local(HeteroFL(), batch_size=1), family, make_data(family, (4, 4)), engine=engine)
 
 
-# --- what vmap cannot stack -------------------------------------------------------------------------------------
+# --- what vmap cannot stack ---------------------------------------------------------------------
 
 
 class Recurrent(nn.Module):
-    """torch's own recurrent layers have no batching rule where only some of their inputs are stacked."""
+    """torch's own recurrent layers have no batching rule where only some of their inputs are
+    stacked.
+    """
 
     def __init__(self, kind: type[nn.RNNBase], **options) -> None:
         super().__init__()
@@ -669,7 +699,7 @@ def test_nets_that_cannot_be_stacked_are_trained_one_after_another(
     def refused(*_args):
         raise RuntimeError("Batching rule not implemented for aten::something. We could not")
 
-    monkeypatch.setattr(Vectorised, "gradients", refused)
+    monkeypatch.setattr(Vectorized, "gradients", refused)
     data, method = make_data(residual, RAGGED), with_local(HeteroFL(), batch_size=4)
     truth = play(method, residual, data, shares=SHARES)
     fleet = fq.Fleet.of(SHARES, data.num_clients, data.num_clients)
@@ -679,14 +709,18 @@ def test_nets_that_cannot_be_stacked_are_trained_one_after_another(
     run.engine.layout = layout
     assert_same(truth, run.train(2))
     assert run.records[-1].bytes_down == truth.records[-1].bytes_down
-    assert (
-        "are trained one after another: Batching rule not implemented for aten::something"
-        in caplog.text
+    told = (
+        "clients with equal nets are trained one after another: Batching rule not implemented "
+        "for aten::something"
     )
+    assert [line.message for line in caplog.records] == [told]  # once for all members and rounds
+    caplog.clear()
     other = make_data(residual, RAGGED[::-1])  # who trains them has the data the engine has now
     again = fq.prepare(
         method, residual, other, fleet, run.engine, evaluation=fq.Evaluation(every=0)
     ).train(2)
+    # though the engine knew it from the first run
+    assert [line.message for line in caplog.records] == [told]
     assert_same(play(method, residual, other, shares=SHARES), again)
 
 

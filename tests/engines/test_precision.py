@@ -1,4 +1,6 @@
-"""Precision by its name: what weights are kept in, what products are computed in, and where there is none of it."""
+"""Precision by its name: what weights are kept in, what products are computed in, and where there
+is none of it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ import torch
 
 import fedquilt as fq
 from fedquilt.errors import ConfigError
+from fedquilt.hardware.precision import DTYPES, computing
 from fedquilt.methods import FedRolex
-from fedquilt.precision import DTYPES, computing
 from tests.conftest import LOCAL, with_local
 
-METHOD = with_local(FedRolex(), batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9))
+METHOD = with_local(FedRolex(), batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.9))
 
 
 @pytest.fixture
@@ -45,16 +47,20 @@ def test_weights_are_kept_in_the_precision_or_in_float32(precision, engine, trai
 @pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
 @pytest.mark.parametrize("engine", LOCAL)
 def test_bf16_rounds_products_and_learns_the_same(engine, family, trained):
-    """Eight bits of a factor are right: the step is that of fp32 to a few per cent, and not to rounding."""
+    """Eight bits of a factor are right: the step is that of fp32 to a few per cent, and not to
+    rounding.
+    """
     fine, coarse = (trained(precision, engine, family) for precision in ("fp32", "bf16"))
     assert 1e-4 < distance(fine, coarse) < 0.1
 
 
 def test_the_mean_is_taken_in_full(residual, make_data):
-    """Clients that learn nothing send back what they got: a mean rounded to bf16 would be another model."""
-    still = with_local(FedRolex(), optimiser=fq.SGD(lr=1e-30, momentum=0.0))
+    """Clients that learn nothing send back what they got: a mean rounded to bf16 would be another
+    model.
+    """
+    still = with_local(FedRolex(), optimizer=fq.optimizers.SGD(lr=1e-30, momentum=0.0))
     data, fleet = make_data(residual, (8, 8)), fq.Fleet.of((1.0,), 2, 2)
-    run = fq.run(still, residual, data, fleet, "vectorised", 1, precision="bf16")
+    run = fq.run(still, residual, data, fleet, "vectorized", 1, precision="bf16")
     torch.testing.assert_close(
         dict(run.server.weights), dict(still.init(run.world).weights), rtol=0, atol=1e-7
     )

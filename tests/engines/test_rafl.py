@@ -1,4 +1,6 @@
-"""RaFL on every engine: float64, two rounds, 1e-9; over links; and every payload of a run in both directions."""
+"""RaFL on every engine: float64, two rounds, 1e-9; over links; and every payload of a run in both
+directions.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 import fedquilt as fq
-from fedquilt.engines import Vectorised
+from fedquilt.engines import Vectorized
 from fedquilt.methods import RaFL
-from fedquilt.round.link import Arrival, Link, Trip
+from fedquilt.round.link import Arrival, Link, Transmission
 from fedquilt.round.training.server import ServerTraining
 from fedquilt.terms import Payload
 from tests.conftest import assert_same
@@ -19,8 +21,10 @@ from tests.pairs import limits, normed_pairs, plain_pairs, trained_pairs
 
 RAGGED = (7, 4, 9, 5, 8, 4)  # With batches of 4: tails of 3, 0, 1, 1, 0 and 0
 NUM_PUBLIC = 13
-LOCAL = fq.Local(batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3))
-FEW_STEPS = ServerTraining(fq.SGD(lr=0.05), batch_size=5, steps=6, check_every=3)
+LOCAL = fq.LocalTraining(
+    batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.9, weight_decay=1e-3)
+)
+FEW_STEPS = ServerTraining(fq.optimizers.SGD(lr=0.05), batch_size=5, steps=6, check_every=3)
 METHODS = {
     "a": RaFL(local=LOCAL),
     "b": RaFL(local=LOCAL, distil=True, server_training=FEW_STEPS),
@@ -34,8 +38,12 @@ METHODS = {
 LINKS = {
     "perfect": fq.Link(),
     "lossy-mild": fq.Link.preset("lossy-mild"),
-    "four bits": fq.Link(codec=fq.Codec(bits=4, feedback=True)),
-    "both": fq.Link(fq.Columns(0.1, 0.3), fq.Codec(bits=4, feedback=True, down=True), fq.Clock()),
+    "four bits": fq.Link(codec=fq.links.Codec(bits=4, feedback=True)),
+    "both": fq.Link(
+        fq.links.ColumnLoss(0.1, 0.3),
+        fq.links.Codec(bits=4, feedback=True, down=True),
+        fq.links.Clock(),
+    ),
 }
 SLOW = [
     pytest.param(
@@ -45,9 +53,9 @@ SLOW = [
     for link in LINKS
 ]
 ENGINES = {
-    "vectorised": lambda data: "vectorised",
+    "vectorized": lambda data: "vectorized",
     **{
-        f"recorded-{layout}": lambda data, layout=layout: Vectorised(
+        f"recorded-{layout}": lambda data, layout=layout: Vectorized(
             data, precision="fp64", record=True, layout=layout
         )
         for layout in ("alone", "laid", "stack")
@@ -70,7 +78,7 @@ def played(
 def test_two_rounds_are_the_same_on_sequential_and_vectorised(name, link, make_data, play):
     runs = [
         played(name, plain_pairs(), engine, make_data, play, LINKS[link])
-        for engine in ("sequential", "vectorised")
+        for engine in ("sequential", "vectorized")
     ]
     assert_same(*runs)
     assert [record.bytes_first for record in runs[0].records] == [
@@ -81,7 +89,7 @@ def test_two_rounds_are_the_same_on_sequential_and_vectorised(name, link, make_d
 @pytest.mark.parametrize(
     "engine",
     [
-        pytest.param(name, marks=() if name == "vectorised" else pytest.mark.slow)
+        pytest.param(name, marks=() if name == "vectorized" else pytest.mark.slow)
         for name in ENGINES
     ],
 )
@@ -110,12 +118,12 @@ def test_norm_policies_give_the_same_numbers_on_every_engine(norm, name, make_da
     assert_same(
         *(
             play(method, family, data, fleet=fleet, engine=engine)
-            for engine in ("sequential", "vectorised")
+            for engine in ("sequential", "vectorized")
         )
     )
 
 
-# --- every payload -------------------------------------------------------------------------------------------------
+# --- every payload ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -142,7 +150,7 @@ def listing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listed]:
             found.down.append((job.round, job.client.id, frozenset((*sent.weights, *sent.first))))
         return sent
 
-    def returned(self, sent: Payload, trip: Trip, *rest) -> Arrival:
+    def returned(self, sent: Payload, trip: Transmission, *rest) -> Arrival:
         assert not sent.slots
         assert not sent.extras
         found.up.append(
@@ -156,7 +164,7 @@ def listing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listed]:
         yield found
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("link", ["perfect", "both"])
 @pytest.mark.parametrize("name", ["a", "b", "in turn"])
 def test_no_payload_has_a_private_weight(name, link, engine, make_data, play, monkeypatch):
@@ -171,12 +179,14 @@ def test_no_payload_has_a_private_weight(name, link, engine, make_data, play, mo
     assert all(record.bytes_first == 0 for record in run.records)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("link", ["perfect", "both"])
 def test_private_weights_are_only_in_the_first_download_of_each_client(
     link, engine, make_data, play, monkeypatch
 ):
-    """Setting (c), with limits that stay the same. Over a link that loses and codes, the first download is whole."""
+    """Setting (c), with limits that stay the same. Over a link that loses and codes, the first
+    download is whole.
+    """
     family = trained_pairs()
     data = make_data(family, RAGGED)
     fleet = fq.Fleet.of(limits(family), 6, 4)

@@ -1,4 +1,6 @@
-"""Every method on the workers of a Ray cluster against the sequential engine, and workers that fail or die."""
+"""Every method on the workers of a Ray cluster against the sequential engine, and workers that fail
+or die.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 import fedquilt as fq
-from fedquilt.engines.ray import Cluster, Crew, Ray, _knock, cut
+from fedquilt.engines.ray.engine import Cluster, Ray, WorkerPool, _check_reachable, cut
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, SplitMix
 from fedquilt.names import find
@@ -43,12 +45,14 @@ pytestmark = pytest.mark.slow  # a cluster of processes beside the tests' own: `
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    """Two workers of this machine. Engines that ask for the same get these, so that they are started once."""
+def crew() -> Iterator[WorkerPool]:
+    """Two workers of this machine. Engines that ask for the same get these, so that they are
+    started once.
+    """
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
-        yield Crew.of(TWO, CPU, 1)
+        yield WorkerPool.of(TWO, CPU, 1)
         ray.shutdown()
 
 
@@ -56,10 +60,12 @@ def crew() -> Iterator[Crew]:
 def start(crew, make_data):
     def start(method, family, engine="ray", cluster=TWO, precision="fp64", link=fq.Link(), **fleet):
         data = make_data(family, RAGGED, labels=2)
-        devices = fq.Fleet.of(SHARES, 6, **{"sample": 6, **fleet})
-        how = fq.Evaluation(local=True, batch_size=10)
+        devices = fq.Fleet.of(SHARES, 6, **{"cohort": 6, **fleet})
+        how = fq.Evaluation(per_client=True, batch_size=10)
         method = with_local(
-            method, batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3)
+            method,
+            batch_size=4,
+            optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.9, weight_decay=1e-3),
         ).settled(2)
         if engine == "ray":
             engine = Ray(data, precision=precision, cluster=cluster)
@@ -97,7 +103,7 @@ def test_an_engine_goes_on_with_other_data_and_another_seed(residual, start, mak
 @pytest.mark.parametrize("name", CUTTING)
 def test_every_method_gives_the_numbers_of_the_sequential_engine(name, residual, start):
     truth, other = (
-        start(METHODS[name](), residual, engine, sample=5, dynamic=True).train(2)
+        start(METHODS[name](), residual, engine, cohort=5, dynamic=True).train(2)
         for engine in ("sequential", "ray")
     )
     assert_same(truth, other)
@@ -105,21 +111,41 @@ def test_every_method_gives_the_numbers_of_the_sequential_engine(name, residual,
 
 @pytest.mark.parametrize("name", CUTTING)
 def test_every_method_gives_the_numbers_of_the_sequential_engine_over_a_link(name, residual, start):
-    """Workers have the run's link, and what clients keep for it comes back: two runs on one crew, each with its own."""
+    """Workers have the run's link, and what clients keep for it comes back: two runs on one crew,
+    each with its own.
+    """
     for link in (LINKS["everything"], LINKS["lossy"]):
         truth, other = (
-            start(METHODS[name](), residual, engine, link=link, sample=5, dynamic=True).train(2)
+            start(METHODS[name](), residual, engine, link=link, cohort=5, dynamic=True).train(2)
             for engine in ("sequential", "ray")
         )
         assert_same(truth, other)
         assert [r.link_seconds for r in truth.records] == [r.link_seconds for r in other.records]
 
 
+@pytest.mark.parametrize("name", ["splitmix", "scaffold"])
+def test_late_clients_are_those_of_the_sequential_engine(name, residual, start):
+    clock = fq.links.Clock(down=(2e5, 1e5, 3e5), up=1e5, latency=0.01, compute=(1e6, 5e5))
+    seconds = (
+        start(METHODS[name](), residual, "sequential", link=fq.Link(clock=clock))
+        .train(1)
+        .records[0]
+        .link_seconds
+    )
+    link = fq.Link(clock=replace(clock, deadline=seconds / 2))
+    truth, other = (
+        start(METHODS[name](), residual, engine, link=link).train(2)
+        for engine in ("sequential", "ray")
+    )
+    assert 0 < len(truth.records[0].late) < 6
+    assert_same(truth, other)
+
+
 @pytest.mark.parametrize("name", INNER)
 def test_progfed_over_each_method_gives_the_numbers_of_the_sequential_engine(name, start):
     """Six rounds across two growths, each with a warm-up."""
     truth, other = (
-        start(grown(name).settled(6), growing(), engine, sample=5, dynamic=True).train(6)
+        start(grown(name).settled(6), growing(), engine, cohort=5, dynamic=True).train(6)
         for engine in ("sequential", "ray")
     )
     assert_same(truth, other)
@@ -137,7 +163,7 @@ def test_progfed_over_a_link_gives_the_numbers_of_the_sequential_engine(name, li
     assert_same(truth, other)
 
 
-@pytest.mark.parametrize("norm", ["post-own", "local-all"])
+@pytest.mark.parametrize("norm", ["post-own", "per_client-all"])
 @pytest.mark.parametrize(
     "method", [FedRolex(shift=2), SplitMix(base=0.25)], ids=lambda method: type(method).__name__
 )
@@ -146,7 +172,7 @@ def test_norms_of_each_client_give_the_numbers_of_the_sequential_engine(
 ):
     method = with_local(method, norm=norm)
     truth, other = (
-        start(method, residual, engine, link=LINKS["lossy"], sample=5, dynamic=True).train(3)
+        start(method, residual, engine, link=LINKS["lossy"], cohort=5, dynamic=True).train(3)
         for engine in ("sequential", "ray")
     )
     assert_same(truth, other)
@@ -180,10 +206,18 @@ def test_steps_of_all_rounds_weight_clients_on_workers_too(residual, start):
     """Three rounds: what a client counted in earlier ones travels to its worker, and back."""
     method = FedRolex(weighting="updates")
     truth, other = (
-        start(method, residual, engine, sample=4).train(3) for engine in ("sequential", "ray")
+        start(method, residual, engine, cohort=4).train(3) for engine in ("sequential", "ray")
     )
     assert_same(truth, other)
     assert len({memory.steps for memory in truth.server.memory.values()}) > 1
+
+
+def test_a_schedule_within_the_round_gives_the_numbers_of_the_sequential_engine(residual, start):
+    """Clients of a chunk have 3 or 6 steps, and each follows the schedule over its own."""
+    within_round = fq.schedules.WithinRound(warmup_share=0.4, shape="cosine", final=0.1)
+    method = FedRolex().with_local(epochs=3, within_round=within_round)
+    truth, other = (start(method, residual, engine).train(2) for engine in ("sequential", "ray"))
+    assert_same(truth, other)
 
 
 def test_dropout_and_kept_momentum_give_the_numbers_of_the_sequential_engine(language, start):
@@ -257,7 +291,7 @@ def test_only_sums_come_back(residual, start, crew, monkeypatch):
     assert all(len(parcel.rest) < 20_000 for parcel in seen)
 
 
-# --- workers that die -------------------------------------------------------------------------------------------
+# --- workers that die ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -307,7 +341,7 @@ def test_workers_killed_between_rounds_are_replaced(residual, start, crew):
     assert_identical(plain, other.train(2))
 
 
-# --- errors -----------------------------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -322,9 +356,9 @@ class Failing(FedAvg):
 
 def test_what_diverges_in_a_worker_is_told_as_on_one_machine(residual, start):
     told = []
-    for engine in ("vectorised", "ray"):
+    for engine in ("vectorized", "ray"):
         run = start(HeteroFL(), residual, engine)
-        method = with_local(run.method, optimiser=fq.SGD(lr=1e300))
+        method = with_local(run.method, optimizer=fq.optimizers.SGD(lr=1e300))
         run.federation = replace(run.federation, method=method)
         with pytest.raises(TrainingError, match=r"client \d .* in round 1, step \d") as caught:
             run.train(1)
@@ -367,12 +401,12 @@ class Unjoined(FedAvg):
 )
 def test_a_fold_that_cannot_be_joined_is_refused_before_the_round(kind, why, residual, start):
     with pytest.raises(
-        ConfigError, match=rf"Unjoined .* fold {kind.__name__} cannot .*{why}.*'vectorised'"
+        ConfigError, match=rf"Unjoined .* fold {kind.__name__} cannot .*{why}.*'vectorized'"
     ):
         start(Unjoined(kind=kind), residual).train(1)
 
 
-# --- what travels -----------------------------------------------------------------------------------------------
+# --- what travels -------------------------------------------------------------------------------
 
 OWN_METHOD = """
 from dataclasses import dataclass
@@ -406,12 +440,12 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(residual, start, tmp_
     assert_identical(whole, again)
 
 
-# --- without a cluster ------------------------------------------------------------------------------------------
+# --- without a cluster --------------------------------------------------------------------------
 
 
 def test_without_ray_the_engine_says_what_to_install(residual, make_data, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"'ray' was asked for.*pip install 'fedquilt\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"'ray' was asked for.*pip install -e '\.\[ray\]'"):
         fq.prepare(FedAvg(), residual, make_data(residual, (4,)), fq.Fleet.of((1.0,), 1, 1), "ray")
 
 
@@ -419,17 +453,22 @@ def test_nobody_at_the_address_is_told_at_once():
     with pytest.raises(
         ConfigError, match=r"no Ray cluster could be reached at '127\.0\.0\.1:1': ConnectionRefused"
     ):
-        _knock("127.0.0.1:1")
-    _knock("auto")
+        _check_reachable("127.0.0.1:1")
+    _check_reachable("auto")
 
 
 def test_importing_and_listing_engines_does_not_import_ray():
-    code = "import sys; from fedquilt.cli.listing import entries; entries('engines'); assert 'ray' not in sys.modules"
+    code = (
+        "import sys; from fedquilt.cli.listing import entries; entries('engines'); assert 'ray' "
+        "not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_cluster_that_is_there_is_used_and_left_running(tmp_path):
-    """In a process of its own, which has its own connection: the cluster is another process' local one."""
+    """In a process of its own, which has its own connection: the cluster is another process' local
+    one.
+    """
     pytest.importorskip("ray")
     code = """
         import gc, ray, torch, fedquilt as fq
@@ -450,7 +489,7 @@ def test_a_cluster_that_is_there_is_used_and_left_running(tmp_path):
     )
 
 
-# --- a cluster of somebody else's -------------------------------------------------------------------------------
+# --- a cluster of somebody else's ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -486,7 +525,9 @@ class Head:
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[Head]:
-    """`ray start --head` with a token, as a user gives it; in a short folder, since names of sockets have a limit."""
+    """`ray start --head` with a token, as a user gives it; in a short folder, since names of
+    sockets have a limit.
+    """
     pytest.importorskip("ray")
     with (
         socket.socket() as free,
@@ -548,7 +589,7 @@ def test_a_cluster_by_its_address_gives_the_weights_of_the_sequential_engine(hea
     )
     here = head.fedquilt("--engine", "sequential", "--out", str(tmp_path / "here"))
     assert (there.returncode, here.returncode) == (0, 0), there.stderr + here.stderr
-    one, other = (fq.load(tmp_path / name).weights for name in ("there", "here"))
+    one, other = (fq.load_state(tmp_path / name).weights for name in ("there", "here"))
     torch.testing.assert_close(dict(one), dict(other), rtol=0, atol=1e-9)
 
 
@@ -557,7 +598,7 @@ def test_ray_address_names_a_cluster_too(head, tmp_path):
         "--engine", "ray", "--out", str(tmp_path / "run"), RAY_ADDRESS=head.address
     )
     assert found.returncode == 0, found.stderr
-    assert fq.load(tmp_path / "run").round == 2
+    assert fq.load_state(tmp_path / "run").round == 2
 
 
 @pytest.mark.parametrize("token", ["", "ab" * 32])

@@ -1,4 +1,6 @@
-"""Segmentation with U-Nets on every engine: parity, masks that move with their images, and bad input."""
+"""Segmentation with U-Nets on every engine: parity, masks that move with their images, and bad
+input.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.engines import Vectorised
+from fedquilt.engines import Vectorized
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.methods import METHODS, FedAvg, HeteroFL, ProgFed, SplitMix
 from fedquilt.models import unet2d, unet3d
@@ -52,7 +54,7 @@ def play(
     task: object = "segmentation",
     **options: object,
 ) -> fq.Run:
-    quick = with_local(method, batch_size=3, optimiser=replace(method.local.optimiser, lr=0.01))
+    quick = with_local(method, batch_size=3, optimizer=replace(method.local.optimizer, lr=0.01))
     fleet = fq.Fleet.of((1.0, 0.5), 2)
     options = {
         "rounds": 2,
@@ -95,15 +97,15 @@ def test_losses_and_augmentation_give_the_same_on_both_engines(dims, loss):
 
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
 def test_recorded_steps_have_the_loss_of_segmentation(layout):
-    engine = Vectorised(dealt(), precision="fp64", layout=layout, record=True)
+    engine = Vectorized(dealt(), precision="fp64", layout=layout, record=True)
     assert_same(*(play(FedAvg(), one) for one in (engine, "sequential")))
 
 
 def test_samples_with_weights_of_their_own_give_the_same_on_both_engines():
     """OAT draws a weight for each sample, which multiplies its loss."""
-    attack = fq.PGD(eps=0.1, size=0.05, steps=1, low=-10, high=10)
+    attack = fq.attacks.PGD(eps=0.1, step_size=0.05, steps=1, low=-10, high=10)
     method = with_local(
-        FedAvg(), adversarial=fq.AdversarialTraining((0.0, 0.5, 1.0), attack), batch_size=3
+        FedAvg(), adversarial=fq.attacks.AdversarialTraining((0.0, 0.5, 1.0), attack), batch_size=3
     )
     net = fq.conditioned(unet2d(CLASSES, width=4, depth=1, norm="batch"))
     traced, fleet = fq.trace(net, torch.zeros(2, 1, 4, 4)), fq.Fleet.of((1.0,), 2)
@@ -155,7 +157,7 @@ def test_a_flipped_sample_has_a_flipped_mask(engine, dims):
     assert loss(replace(data, targets=masks.flip(-1))) > 1
 
 
-# --- bad input ----------------------------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------------------
 
 
 def prepared(
@@ -221,7 +223,10 @@ def test_masks_without_a_task_are_classified_with_a_hint(caplog):
 )
 def test_sides_that_cannot_be_halved_are_refused(dims, size, fitting):
     asked = "×".join(map(str, size))
-    message = f"a U-Net of depth 2 was asked for on inputs of size {asked}; every side must divide by 4. .*{fitting}"
+    message = (
+        f"a U-Net of depth 2 was asked for on inputs of size {asked}; every side must divide "
+        f"by 4. .*{fitting}"
+    )
     with pytest.raises(DataError, match=message):
         fq.trace(
             lambda: UNETS[dims](in_channels=1, width=4, depth=2, groups=2), torch.zeros(2, 1, *size)

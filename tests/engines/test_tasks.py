@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.engines import Sequential, Vectorised
+from fedquilt.engines import Sequential, Vectorized
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.methods import METHODS, FedAvg, FedResCuE, HeteroFL, LocalOnly, SplitMix
-from fedquilt.round.serve import EvalJob, joined
+from fedquilt.round.evaluate import EvalJob, joined
 from fedquilt.tasks import Classification, MultiLabel, NextToken, Regression, SumMetric, Task
 from tests.conftest import CUTTING, LOCAL, assert_same, with_local
 
@@ -66,7 +66,7 @@ NEEDS_CLASSES = ("dsfl", "fedet")  # They exchange probabilities of classes.
 
 def play(name: str, method: fq.Method, engine: str, **options: object) -> fq.Run:
     task, data, outputs = TASKS[name]
-    quick = with_local(method, batch_size=3, optimiser=replace(method.local.optimiser, lr=0.01))
+    quick = with_local(method, batch_size=3, optimizer=replace(method.local.optimizer, lr=0.01))
     fleet = fq.Fleet.of(SHARES, 3)
     return fq.run(
         quick,
@@ -116,7 +116,7 @@ def test_recorded_steps_and_sweeps_have_the_loss_of_the_task(layout):
     """Recorded evaluations sum up all metrics, not only counts."""
     _, data, outputs = TASKS["regression"]
     how = fq.Evaluation(batch_size=2)
-    engine = Vectorised(data, precision="fp64", layout=layout, record=True)
+    engine = Vectorized(data, precision="fp64", layout=layout, record=True)
     fleet = fq.Fleet.of(SHARES, 3)
     method = with_local(HeteroFL(), batch_size=3)
     runs = [
@@ -139,7 +139,7 @@ def test_figures_are_what_the_module_gives(engine):
     assert run.metrics["mae"]["1.0"] == pytest.approx(float(errors.abs().mean()), abs=1e-12)
     by_client = [float(part.square().mean().sqrt()) for part in errors.split(3)]
     assert run.metrics["local_rmse"]["1.0"] == pytest.approx(sum(by_client) / 3, abs=1e-12)
-    spread = run.clientwise()
+    spread = run.per_client()
     assert spread.main == "rmse"
     assert [device.main_whole_model for device in spread.devices] == pytest.approx(
         by_client, abs=1e-12
@@ -161,9 +161,9 @@ def test_metrics_of_ranked_scores_see_as_many_outputs_as_they_may(engine):
 
 def test_results_of_clients_are_means_over_clients():
     run = play("regression", LocalOnly(), "sequential", evaluation=fq.Evaluation(every=0))
-    own = [device.main_own_size for device in run.clientwise().devices]
+    own = [device.main_own_size for device in run.per_client().devices]
     whole, half = (own[0] + own[2]) / 2, own[1]
-    shares = [device.share for device in run.clientwise().devices]
+    shares = [device.share for device in run.per_client().devices]
     assert shares == ["1.0", "0.5", "1.0"]
     assert run.metrics["rmse"] == pytest.approx({"1.0": whole, "0.5": half}, abs=1e-12)
 
@@ -181,13 +181,13 @@ def test_domains_have_the_main_figure():
 def test_base_nets_are_sorted_by_the_direction_of_the_main_figure(monkeypatch):
     """The net with the smallest error comes first, as the one with the highest accuracy does."""
     seen = []
-    arranged = SplitMix.arranged
+    ranked = SplitMix.ranked
 
     def watched(self, server, scores, world):
         seen.append(list(scores))
-        return arranged(self, server, scores, world)
+        return ranked(self, server, scores, world)
 
-    monkeypatch.setattr(SplitMix, "arranged", watched)
+    monkeypatch.setattr(SplitMix, "ranked", watched)
     run = play("regression", METHOD["splitmix"], "sequential")
     assert all(score < 0 for scores in seen for score in scores)
     nets = run.method.candidates(run.server, run.world)
@@ -213,8 +213,8 @@ def test_a_target_is_an_upper_bound_where_lower_is_better():
 
 def test_attacks_raise_the_loss_of_the_task():
     """In training and in tests; a real number is attacked as well as a class."""
-    attack = fq.PGD(eps=0.1, size=0.05, steps=2, low=-10, high=10)
-    method = with_local(FedAvg(), adversarial=fq.AdversarialTraining(attack=attack))
+    attack = fq.attacks.PGD(eps=0.1, step_size=0.05, steps=2, low=-10, high=10)
+    method = with_local(FedAvg(), adversarial=fq.attacks.AdversarialTraining(attack=attack))
     how = fq.Evaluation(robustness=(0.0,), attack=attack, every=0)
     runs = [play("regression", method, engine, evaluation=how) for engine in LOCAL]
     assert_same(*runs)
@@ -230,7 +230,7 @@ def test_attacks_raise_the_loss_of_the_task():
     assert error(attacked) > error(inputs)
 
 
-# --- finding and checking a task ----------------------------------------------------------------------------------
+# --- finding and checking a task ----------------------------------------------------------------
 
 
 def prepared(
@@ -411,7 +411,9 @@ def test_a_learner_with_another_loss_is_refused():
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_clients_gradient_pass_has_the_loss_of_the_task(engine):
-    """SCAFFOLD's option I keeps the gradient at the received weights, here that of the mean squared error."""
+    """SCAFFOLD's option I keeps the gradient at the received weights, here that of the mean squared
+    error.
+    """
     _, data, outputs = TASKS["regression"]
     method = with_local(METHODS["scaffold"](option="I"), batch_size=3)
     fleet, never = fq.Fleet.of((1.0,), 3, 3), fq.Evaluation(every=0)

@@ -120,10 +120,10 @@ def test_members_are_smaller(family: fq.Family) -> None:
 def test_both_engines_give_the_same_numbers(method, members, family, play, make_data):
     data = make_data(family, (5, 4, 6), tests=6)
     method = with_local(method, batch_size=4)
-    sequential, vectorised = (
+    sequential, vectorized = (
         play(method, family, data, engine=engine, shares=(1.0, 0.5))
-        for engine in ("sequential", "vectorised")
+        for engine in ("sequential", "vectorized")
     )
     # One stack for each member: the models are computed for many clients at once.
-    assert {record.stacks for record in vectorised.records} == {members}
-    assert_same(sequential, vectorised)
+    assert {record.stacks for record in vectorized.records} == {members}
+    assert_same(sequential, vectorized)

@@ -1,4 +1,6 @@
-"""Several architectures in one federation: groups, engines, links, checkpoints, and what is deployed."""
+"""Several architectures in one federation: groups, engines, links, checkpoints, and what is
+deployed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import fedquilt as fq
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family.cut import prefix
 from fedquilt.family.variants import joined
-from fedquilt.fleets import net_budgets
+from fedquilt.fleets.budgets import net_budgets
 from fedquilt.methods import FedAvg, FedBN, FedDF, FedET, HeteroFL, Method
 from fedquilt.methods.prototypes import Prototypes
 from fedquilt.round.training.learner import Phase
@@ -23,7 +25,7 @@ from tests.engines.test_links import LINKS
 
 SIZES = (7, 4, 9, 5, 8, 4, 6, 5)
 OTHERS = sorted(set(LOCAL) - {"sequential"})
-SMALL_STEPS = fq.Local(batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9))
+SMALL_STEPS = fq.LocalTraining(batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.9))
 EXAMPLE = torch.zeros(2, 1, 6, 6)
 
 
@@ -95,14 +97,14 @@ def played(play, make_data, union):
     return played
 
 
-# --- groups and engines -----------------------------------------------------------------------------------------------
+# --- groups and engines -------------------------------------------------------------------------
 
 
 def test_eight_architectures_make_eight_groups(play, make_data):
     nets = {f"net{width}": fq.trace(Convolution(width), EXAMPLE) for width in range(1, 9)}
     family = fq.union(nets)
     data = make_data(family, (6,) * 16)
-    run = play(Assigned(local=SMALL_STEPS), family, data, engine="vectorised", rounds=1)
+    run = play(Assigned(local=SMALL_STEPS), family, data, engine="vectorized", rounds=1)
     assert [record.stacks for record in run.records] == [8]
     before = family.init(0, dtype=torch.float64)
     assert all(
@@ -114,7 +116,7 @@ def test_eight_architectures_make_eight_groups(play, make_data):
 METHODS = {
     "fedavg": FedAvg(local=SMALL_STEPS),
     "heterofl": HeteroFL(local=SMALL_STEPS),
-    "fedbn": FedBN(local=replace(SMALL_STEPS, norm="local")),
+    "fedbn": FedBN(local=replace(SMALL_STEPS, norm="per_client")),
     "assigned": Assigned(local=SMALL_STEPS),
     "tracked": Assigned(local=replace(SMALL_STEPS, norm="tracked")),
     "paired": Paired(local=replace(SMALL_STEPS, norm="tracked")),
@@ -141,11 +143,11 @@ def test_two_rounds_are_the_same_on_ray(name, played):
 def test_architectures_travel_over_links_that_lose_and_code(name, link, played):
     options = {"link": LINKS[link]}
     assert_same(
-        *(played(METHODS[name], engine, **options) for engine in ("sequential", "vectorised"))
+        *(played(METHODS[name], engine, **options) for engine in ("sequential", "vectorized"))
     )
 
 
-# --- what is trained, sent and averaged -------------------------------------------------------------------------------
+# --- what is trained, sent and averaged ---------------------------------------------------------
 
 
 def test_fedavg_of_a_union_is_fedavg_of_its_first_net(played, residual, union):
@@ -162,8 +164,10 @@ def test_fedavg_of_a_union_is_fedavg_of_its_first_net(played, residual, union):
 
 
 def test_each_architecture_is_averaged_over_its_own_clients(played, union):
-    """Clients 0, 2, … train the residual net and clients 1, 3, … the small one, each as FedAvg among themselves."""
-    one = fq.Local(batch_size=64, optimiser=fq.SGD(lr=0.1, momentum=0.0))
+    """Clients 0, 2, … train the residual net and clients 1, 3, … the small one, each as FedAvg
+    among themselves.
+    """
+    one = fq.LocalTraining(batch_size=64, optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.0))
     run = played(Assigned(local=one), rounds=1)
     weights, data = union.init(0, dtype=torch.float64), run.data
     lead, steps, total = "small.", torch.zeros(4, 48, dtype=torch.float64), 0
@@ -210,14 +214,14 @@ def test_a_method_that_leaves_nets_idle_is_said_to(played, caplog):
     )
 
 
-# --- checkpoints and what is handed out -------------------------------------------------------------------------------
+# --- checkpoints and what is handed out ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "name", ["assigned", *(pytest.param(one, marks=pytest.mark.slow) for one in ("feddf", "fedbn"))]
 )
 def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(name, played, tmp_path):
-    options = {"engine": "vectorised", "evaluation": fq.Evaluation(every=1)}
+    options = {"engine": "vectorized", "evaluation": fq.Evaluation(every=1)}
     truth = played(METHODS[name], rounds=2, **options)
     played(METHODS[name], rounds=1, out=tmp_path, **options)
     resumed = played(METHODS[name], rounds=2, out=tmp_path, resume=True, **options)
@@ -252,6 +256,6 @@ def test_the_first_net_is_deployed_at_every_share(played, residual):
     run = played(METHODS["heterofl"], fleet=fq.Fleet.of([1.0, 0.5], 8, 8))
     half = run.deploy(fq.Budget(share=0.5))
     assert type(half) is type(residual.module(residual.whole))
-    model = run.customisable((1.0, 0.5)).set(share=0.5)
+    model = run.customizable((1.0, 0.5)).set(share=0.5)
     inputs = torch.randn(4, 1, 6, 6, dtype=torch.float64)
     torch.testing.assert_close(model(inputs), half(inputs))

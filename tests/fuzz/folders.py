@@ -1,4 +1,6 @@
-"""A small run from the command line, ways to damage its folder, and hostile manifests with the right checksum."""
+"""A small run from the command line, ways to damage its folder, and hostile manifests with the
+right checksum.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from typing import Any
 import torch
 
 import fedquilt as fq
-from fedquilt.checkpoint import _digest
 from fedquilt.cli import main
-from fedquilt.records import read
+from fedquilt.runs.checkpoint import _digest
+from fedquilt.runs.folder import read
 
 BEGUN = 3  # rounds of the folders that are damaged
 TOTAL = 5  # rounds of the run that a resumed one is compared with
@@ -46,7 +48,13 @@ RUN = [
         "--set",
         "method.local.keep_optimizer=true",
     ),
-    *("--set", "evaluation.every=1"),
+    # so that the best round is kept, too
+    *(
+        "--set",
+        "evaluation.every=1",
+        "--set",
+        "data.validation=0.2",
+    ),
 ]
 
 
@@ -72,7 +80,7 @@ def warnings_of_fedquilt() -> Iterator[list[str]]:
         logger.removeHandler(collector)
 
 
-# --- damage -----------------------------------------------------------------------------------------------------------
+# --- damage -------------------------------------------------------------------------------------
 
 
 def _truncate(file: Path, draw: random.Random, other: Path) -> None:
@@ -187,7 +195,7 @@ def damage(folder: Path, draw: random.Random, other: Path) -> str:
     return f"{harm.__name__.strip('_')} {name}"
 
 
-# --- hostile manifests ------------------------------------------------------------------------------------------------
+# --- hostile manifests --------------------------------------------------------------------------
 
 
 def _nested(depth: int) -> Any:
@@ -261,7 +269,9 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
 
 
 def hostile_manifests(manifest: Mapping[str, Any]) -> list[tuple[str, bytes]]:
-    """Return manifests with one odd value each and the right checksum, and content that is no manifest at all."""
+    """Return manifests with one odd value each and the right checksum, and content that is no
+    manifest at all.
+    """
     found = [
         ("100,000 brackets", 100_000 * b"["),
         ("100,000 objects", 100_000 * b'{"a":'),
@@ -296,11 +306,12 @@ def signed(plain: dict[str, Any]) -> bytes:
     return json.dumps({**plain, "sha256": _digest(plain)}).encode()
 
 
-# --- kills ------------------------------------------------------------------------------------------------------------
+# --- kills --------------------------------------------------------------------------------------
 
 
 def killed_at(operation: int, folder: Path, command: list[str]) -> int | None:
-    """Run a command in a process that is killed just before one of its operations on files below a folder.
+    """Run a command in a process that is killed just before one of its operations on files below a
+    folder.
 
     Args:
         operation: Number of the operation, from 0.
@@ -343,17 +354,24 @@ def _run_until(operation: int, folder: str, command: list[str]) -> None:
         os._exit(status)
 
 
-# --- comparison -------------------------------------------------------------------------------------------------------
+# --- comparison ---------------------------------------------------------------------------------
 
 
 def state_of(folder: Path) -> list[Any]:
     """Return the weights and memories of a run as plain values that can be compared bit for bit."""
-    server = fq.load(folder)
+    server = fq.load_state(folder)
     memories = [
         (key, memory.steps, _values(memory.weights)) for key, memory in server.memory.items()
     ]
     slots = [(name, _values(values)) for name, values in server.slots.items()]
     return [server.round, _values(server.weights), slots, memories]
+
+
+def best_of(folder: Path) -> list[Any]:
+    """Return the best round of a run on validation samples, with its weights."""
+    run = fq.load_run(folder)
+    assert run.best is not None
+    return [run.best.to_dict(), _values(run.at("best").server.weights)]
 
 
 def _values(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, bytes]]:

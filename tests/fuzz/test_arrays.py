@@ -1,4 +1,5 @@
-"""A thousand broken .npz files, and broken text and images: each is refused in words, or is read as the intact one.
+"""A thousand broken .npz files, and broken text and images: each is refused in words, or is read as
+the intact one.
 
 Mutations come from a seed, so that a failure can be repeated: its number is in the message.
 """
@@ -26,7 +27,9 @@ def quick_and_whole(few: int, count: int) -> list[Any]:
 
 
 def broken(whole: bytes, rng: random.Random) -> bytes:
-    """Return a file with bytes changed, cut off, added, removed or set to zero. The ends are changed most."""
+    """Return a file with bytes changed, cut off, added, removed or set to zero. The ends are
+    changed most.
+    """
     values = bytearray(whole)
     place = rng.choice(
         [rng.randrange(len(values)), rng.randrange(200), len(values) - 1 - rng.randrange(400)]

@@ -1,4 +1,5 @@
-"""Two thousand broken configurations: each is read, or refused in words; none ends in a stack trace.
+"""Two thousand broken configurations: each is read, or refused in words; none ends in a stack
+trace.
 
 Mutations come from a seed, so that a failure can be repeated: its number is in the message.
 """
@@ -14,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedquilt.config import Experiment, assign, parse_assignment, parse_toml
 from fedquilt.errors import FedquiltError
+from fedquilt.runs.experiment import Experiment, assign, parse_assignment, parse_toml
 
 COUNT = 2_000
 PREPARED = 40  # of those that can be read, so many are put together whole
@@ -44,7 +45,7 @@ preset = "paper"
 shift = 2
 overlap = 0.5
 weighting = "data"
-server = { name = "server_adam", lr = 0.1 }
+server_optimizer = { name = "server_adam", lr = 0.1 }
 
 [method.local]
 epochs = 2
@@ -54,7 +55,7 @@ scaler = true
 crop = 0
 schedule = { name = "steps", milestones = [1, 2], factor = 0.5 }
 
-[method.local.optimiser]
+[method.local.optimizer]
 name = "adam"
 lr = 1e-3
 clip = 1.0
@@ -70,10 +71,10 @@ partition = { name = "dirichlet", alpha = 5.0, min_size = 2 }
 
 [fleet]
 clients = 6
-sample = 0.5
+cohort = 0.5
 budgets = { "1.0" = 0.25, "0.5" = 0.75 }
 dynamic = true
-available = { name = "diurnal", period = 12, awake = 11 }
+availability = { name = "diurnal", period = 12, awake = 11 }
 
 [engine]
 name = "sequential"
@@ -92,7 +93,7 @@ compute = 1e9
 
 [evaluation]
 every = 2
-local = false
+per_client = false
 
 [checkpoint]
 rounds = 2
@@ -169,7 +170,7 @@ def test_mutations_are_read_or_refused_in_words(whole: None) -> None:
         try:
             experiment = Experiment.of(parse_toml(text, "fuzz.toml"))
             read += 1
-            data, _ = experiment.data.deal(experiment.fleet.clients, experiment.seed)
+            data, _ = experiment.data.federate(experiment.fleet.clients, experiment.seed)
             experiment.fleet.fleet(data.num_clients, experiment.seed)
             if prepared < PREPARED:
                 experiment.prepare()

@@ -1,4 +1,5 @@
-"""Hundreds of broken volumes and masks: each is read, or refused in words; none ends in a stack trace.
+"""Hundreds of broken volumes and masks: each is read, or refused in words; none ends in a stack
+trace.
 
 Mutations come from a seed, so that a failure can be repeated: its number is in the message.
 """
@@ -15,8 +16,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedquilt.data import masks, npz
-from fedquilt.data.nifti import read_volume
+from fedquilt.data import npz
+from fedquilt.data.sources import masks
+from fedquilt.data.sources.nifti import read_volume
 from fedquilt.errors import FedquiltError
 
 COUNT = 400
@@ -104,7 +106,7 @@ def test_broken_arrays_with_masks_are_read_or_refused(tmp_path: Path) -> None:
         np.savez(tmp_path / "x.npz", **arrays)
         how = rng.choice(["auto", "sample", "none"])
         try:
-            pool = npz(str(tmp_path / "x.npz"), multiple_of=int(rng.integers(0, 9)), normalise=how)
+            pool = npz(str(tmp_path / "x.npz"), multiple_of=int(rng.integers(0, 9)), normalize=how)
         except FedquiltError:
             refused += 1
         except Exception as error:

@@ -1,7 +1,8 @@
-"""Run folders that are killed, damaged or hostile: no stack trace, no silent damage, and no file outside is touched.
+"""Run folders that are killed, damaged or hostile: no stack trace, no silent damage, and no file
+outside is touched.
 
-Everything comes from seeds, so that a failure can be repeated: the trial is in its message. Few trials run with the
-quick tests, and all of them with the slow ones.
+Everything comes from seeds, so that a failure can be repeated: the trial is in its message. Few
+trials run with the quick tests, and all of them with the slow ones.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import pytest
 import fedquilt as fq
 from fedquilt.cli import main
 from fedquilt.errors import RecordError
-from fedquilt.records import read_summary
+from fedquilt.runs.folder import read_summary
 from tests.fuzz.folders import (
     BEGUN,
     RUN,
     TOTAL,
+    best_of,
     damage,
     hostile_manifests,
     killed_at,
@@ -50,7 +52,7 @@ def few_and_many(few: int, many: int) -> list[object]:
     return [few, pytest.param(many, marks=pytest.mark.slow)]
 
 
-# --- damage -----------------------------------------------------------------------------------------------------------
+# --- damage -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", few_and_many(QUICK, SLOW))
@@ -102,7 +104,9 @@ def test_a_damaged_run_that_is_finished_is_said_to_be(
 
 
 def same_files(first: Path, second: Path) -> bool:
-    """Return True if two folders hold the same, but for the layout of JSON and for who held the lock."""
+    """Return True if two folders hold the same, but for the layout of JSON and for who held the
+    lock.
+    """
     names = [{path.relative_to(folder) for path in folder.rglob("*")} for folder in (first, second)]
     if names[0] != names[1]:
         return False
@@ -114,14 +118,16 @@ def content(file: Path) -> object:
     return json.loads(file.read_bytes()) if file.suffix == ".json" else file.read_bytes()
 
 
-# --- hostile manifests ------------------------------------------------------------------------------------------------
+# --- hostile manifests --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 24])
 def test_hostile_manifests_are_passed_over(
     runs: Path, tmp_path: Path, capsys: Capture, step: int
 ) -> None:
-    """Their checksums are right. The checkpoint before is used, and the engine has the settings that it had."""
+    """Their checksums are right. The checkpoint before is used, and the engine has the settings
+    that it had.
+    """
     expected = state_of(runs / "whole")
     newest = f"{BEGUN:08}.json"
     manifest = json.loads((runs / "begun" / "checkpoint" / newest).read_text())
@@ -143,19 +149,19 @@ def test_hostile_manifests_are_passed_over(
             passed_over += any(newest in warning and "instead" in warning for warning in warnings)
         (folder / "checkpoint" / newest).write_bytes(text)
         with warnings_of_fedquilt(), suppress(RecordError):
-            fq.load(folder)
+            fq.load_state(folder)
         shutil.rmtree(folder)
     assert passed_over > len(manifests[::step]) // 2
 
 
-# --- kills ------------------------------------------------------------------------------------------------------------
+# --- kills --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", few_and_many(2, 60))
 def test_runs_that_are_killed_at_any_operation_on_files_end_alike(
     runs: Path, tmp_path: Path, count: int
 ) -> None:
-    expected = state_of(runs / "whole"), rounds_of(runs / "whole")
+    expected = state_of(runs / "whole"), rounds_of(runs / "whole"), best_of(runs / "whole")
     draw = random.Random(count)
     kills = 0
     for trial in range(count):
@@ -163,7 +169,7 @@ def test_runs_that_are_killed_at_any_operation_on_files_end_alike(
         for _ in range(draw.randint(1, 3)):
             kills += killed_at(draw.randrange(90), folder, command_for(folder)) is None
         assert main(command_for(folder)) == 0, trial
-        assert (state_of(folder), rounds_of(folder)) == expected, trial
+        assert (state_of(folder), rounds_of(folder), best_of(folder)) == expected, trial
         shutil.rmtree(folder)
     assert kills >= count  # some runs end before
 

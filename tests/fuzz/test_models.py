@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 import fedquilt as fq
-from fedquilt.config import load_weights
 from fedquilt.errors import FedquiltError
-from fedquilt.files import Blob
 from fedquilt.methods import SplitMix
-from fedquilt.tensor_files import TensorFile
-from tests.unit.test_export import net
+from fedquilt.runs.experiment import load_weights
+from fedquilt.storage.files import Blob
+from fedquilt.storage.tensor_files import TensorFile
+from tests.unit.deploy.test_export import net
 
 COUNT = 500
 FEW = 60  # in `make test`
@@ -74,7 +74,9 @@ def mutated(whole: bytes, rng: random.Random) -> bytes:
 
 
 def poisoned(tensors: dict[str, Tensor], note: dict[str, Any], rng: random.Random) -> bytes:
-    """Return a file with the right checksum in which one value of the note or one tensor is another."""
+    """Return a file with the right checksum in which one value of the note or one tensor is
+    another.
+    """
     note, tensors = json.loads(json.dumps(note)), dict(tensors)
     raw = json.loads(note["layout"])
     if rng.random() < 0.2:
@@ -104,7 +106,7 @@ def written(play, make_data, tmp_path) -> Path:
     family = fq.trace(net, torch.zeros(2, 1, 4, 4))
     run = play(SplitMix(base=0.5), family, make_data(family, (9, 8)), rounds=1)
     run.export(tmp_path / "model.safetensors", fq.Budget(share=0.5))
-    run.customisable((1, 0.5)).float().save(tmp_path / "sizes.safetensors")
+    run.customizable((1, 0.5)).float().save(tmp_path / "sizes.safetensors")
     return tmp_path
 
 

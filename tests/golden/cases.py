@@ -21,7 +21,8 @@ from torch import Tensor, nn
 import fedquilt as fq
 from fedquilt import noise
 from fedquilt.family.variants import VariantSource
-from fedquilt.fleets import net_budgets
+from fedquilt.fleets.availability import Diurnal
+from fedquilt.fleets.budgets import net_budgets
 from fedquilt.methods import METHODS, Method
 from fedquilt.methods.dsfl import DSFL
 from fedquilt.methods.fedavg import FedAvg
@@ -36,7 +37,6 @@ from fedquilt.methods.rafl import RaFL
 from fedquilt.methods.sheterofl import SHeteroFL
 from fedquilt.methods.splitmix import SplitMix
 from fedquilt.models import MLP, TransformerLM, tiny_resnet, unet2d
-from fedquilt.round.availability import Diurnal
 from fedquilt.round.federation import World
 from fedquilt.round.merge import ServerAdam, ServerMomentum
 from fedquilt.round.training.learner import Learner
@@ -44,7 +44,7 @@ from fedquilt.tasks import Segmentation, Task
 from fedquilt.terms import Job
 from tests.conftest import CUTTING, few_server_steps
 
-# --- models -----------------------------------------------------------------------------------------------------
+# --- models --------------------------------------------------------------------------------------
 
 
 def hashed(module: nn.Module, seed: int | None = None) -> nn.Module:
@@ -97,7 +97,9 @@ def conditioned_net() -> nn.Module:
 
 @dataclass(frozen=True)
 class HashedStages(VariantSource):
-    """A net that grows in the stages that it declares, with temporary heads from fedquilt's hash too."""
+    """A net that grows in the stages that it declares, with temporary heads from fedquilt's hash
+    too.
+    """
 
     net: Callable[[], nn.Module] = residual_net
 
@@ -118,22 +120,24 @@ def language_model() -> nn.Module:
     )
 
 
-# --- data -------------------------------------------------------------------------------------------------------
+# --- data ---------------------------------------------------------------------------------------
 
 
 def digits(labels: int = 6) -> fq.FederatedData:
     """Partition the digits by label, so that each of ten clients has as many classes."""
-    return fq.data.digits().deal(10, fq.data.Labels(labels), seed=1)
+    return fq.data.digits().partition(10, fq.data.Labels(labels), seed=1)
 
 
 def unequal_digits() -> fq.FederatedData:
-    """Partition the digits by a Dirichlet distribution, so that clients take unequal numbers of steps."""
-    return fq.data.digits().deal(10, fq.data.Dirichlet(0.5), seed=1)
+    """Partition the digits by a Dirichlet distribution, so that clients take unequal numbers of
+    steps.
+    """
+    return fq.data.digits().partition(10, fq.data.Dirichlet(0.5), seed=1)
 
 
 def public_digits() -> fq.FederatedData:
     """Partition the digits by label, and make a tenth of them public, without their labels."""
-    return fq.data.digits(public=0.1).deal(10, fq.data.Labels(6), seed=1)
+    return fq.data.digits(public=0.1).partition(10, fq.data.Labels(6), seed=1)
 
 
 def texts() -> fq.FederatedData:
@@ -142,7 +146,7 @@ def texts() -> fq.FederatedData:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "texts.json"
         file.write_text(json.dumps(users))
-        return fq.data.text(file, vocabulary=12, length=6).deal()
+        return fq.data.text(file, vocabulary=12, length=6).partition()
 
 
 def _sentence(user: int, line: int) -> str:
@@ -156,9 +160,9 @@ def _sentence(user: int, line: int) -> str:
     return " ".join(f"w{word}" for word in words)
 
 
-# --- a run ------------------------------------------------------------------------------------------------------
+# --- a run --------------------------------------------------------------------------------------
 
-FOUR_BITS = fq.Link(codec=fq.Codec(bits=4, feedback=True))
+FOUR_BITS = fq.Link(codec=fq.links.Codec(bits=4, feedback=True))
 SHARES = (1.0, 0.5, 0.25)
 
 
@@ -182,13 +186,16 @@ class Case:
     evaluation: fq.Evaluation = fq.Evaluation()
     rounds: int = 2
     task: Task | None = None  # None: found from the data
-    # Nets of a union by name, in the place of `net`; the first is the knowledge net, and clients train pairs.
+    # Nets of a union by name, in the place of `net`; the first is the knowledge net, and clients
+    # train pairs.
     nets: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
 
     def play(self, out: Path | None = None) -> fq.Run:
-        """Train, and record the run in a folder if one is given, with a checkpoint after each round."""
+        """Train, and record the run in a folder if one is given, with a checkpoint after each
+        round.
+        """
         data = self.data()
-        local = {"optimiser": fq.SGD(lr=0.03), "batch_size": 16, **self.local}
+        local = {"optimizer": fq.optimizers.SGD(lr=0.03), "batch_size": 16, **self.local}
         family, budgets = self.family(data.example)
         return fq.run(
             self.method.with_local(**local),
@@ -202,7 +209,7 @@ class Case:
             evaluation=self.evaluation,
             link=self.link,
             out=out,
-            checkpointing=fq.Checkpointing(rounds=1, seconds=0),
+            checkpoint=fq.Checkpointing(rounds=1, seconds=0),
             task=self.task,
         )
 
@@ -222,7 +229,7 @@ class Keeping(FedAvg):
         return replace(super().learner(job, world), keep_slots=True)
 
 
-# --- the tables -------------------------------------------------------------------------------------------------
+# --- the tables ---------------------------------------------------------------------------------
 
 LINKS = {"": fq.Link(), "-lossy-mild": fq.Link.preset("lossy-mild"), "-four-bits": FOUR_BITS}
 NETS: dict[str, Callable[[], nn.Module] | VariantSource] = {
@@ -238,19 +245,23 @@ DATA = {
     "dsfl": public_digits,
     "fedet": public_digits,
 }
-OPTIMISERS = {"scaffold": fq.SGD(lr=0.03, momentum=0.0)}  # it refuses momentum
+OPTIMISERS = {"scaffold": fq.optimizers.SGD(lr=0.03, momentum=0.0)}  # it refuses momentum
 
-# The first three records are older than the others. Their learning rate is larger, and clients have fewer classes.
+# The first three records are older than the others. Their learning rate is larger, and clients have
+# fewer classes.
 FIRST_RUNS = {
     name: Case(
-        METHODS[name](), {"optimiser": fq.SGD(lr=0.1)}, data=partial(digits, labels=3), rounds=3
+        METHODS[name](),
+        {"optimizer": fq.optimizers.SGD(lr=0.1)},
+        data=partial(digits, labels=3),
+        rounds=3,
     )
     for name in ("fedavg", "heterofl", "fedrolex")
 }
 METHOD_RUNS = {
     name + ending: Case(
         few_server_steps(DSFL(coded=True) if name == "dsfl" else method()),
-        {"optimiser": OPTIMISERS[name]} if name in OPTIMISERS else {},
+        {"optimizer": OPTIMISERS[name]} if name in OPTIMISERS else {},
         net=NETS.get(name, residual_net),
         data=DATA.get(name, digits),
         link=link,
@@ -276,8 +287,8 @@ PAIR_RUNS |= {
     ),
 }
 
-WEAK_ATTACK = fq.PGD(steps=2, size=6 / 255)
-ATTACKED = fq.AdversarialTraining(attack=WEAK_ATTACK)
+WEAK_ATTACK = fq.attacks.PGD(steps=2, step_size=6 / 255)
+ATTACKED = fq.attacks.AdversarialTraining(attack=WEAK_ATTACK)
 ROBUST = fq.Evaluation(robustness=(0.5,), attack=WEAK_ATTACK)
 ROBUST_SPLITMIX = Case(
     SplitMix.preset("robust", base=0.5),
@@ -290,13 +301,13 @@ KEPT_MOMENTUM = Case(Keeping(), rounds=3, data=unequal_digits)
 # Clients that keep momentum send to a server with state over a link with state.
 ALL_STATE = replace(
     KEPT_MOMENTUM,
-    method=Keeping(server=ServerAdam()),
-    link=fq.Link(loss=fq.Columns(0.1, 0.2), codec=fq.Codec(bits=4, feedback=True)),
+    method=Keeping(server_optimizer=ServerAdam()),
+    link=fq.Link(loss=fq.links.ColumnLoss(0.1, 0.2), codec=fq.links.Codec(bits=4, feedback=True)),
 )
 
 TRANSFORMER = Case(
     FedRolex(),
-    {"optimiser": fq.Adam(lr=0.02), "epochs": 6},
+    {"optimizer": fq.optimizers.Adam(lr=0.02), "epochs": 6},
     language_model,
     texts,
     rounds=3,
@@ -314,11 +325,11 @@ def labels_net() -> nn.Module:
 
 
 def diabetes() -> fq.FederatedData:
-    return fq.data.diabetes().deal(10, seed=1)
+    return fq.data.diabetes().partition(10, seed=1)
 
 
 def digits_labels() -> fq.FederatedData:
-    return fq.data.digits_labels().deal(10, seed=1)
+    return fq.data.digits_labels().partition(10, seed=1)
 
 
 def unet() -> nn.Module:
@@ -327,7 +338,9 @@ def unet() -> nn.Module:
 
 
 def strokes() -> fq.FederatedData:
-    """Partition digits with masks: class 1 at the edge of a stroke, class 2 inside, and a top row that is ignored."""
+    """Partition digits with masks: class 1 at the edge of a stroke, class 2 inside, and a top row
+    that is ignored.
+    """
     pool = fq.data.digits()
 
     def masks(images: Tensor) -> Tensor:
@@ -338,7 +351,7 @@ def strokes() -> fq.FederatedData:
 
     targets, test_targets = masks(pool.inputs), masks(pool.test_inputs)
     dense = replace(pool, targets=targets, test_targets=test_targets, num_classes=3, class_names=())
-    return dense.deal(10, fq.data.Iid(fraction=0.1), seed=1)
+    return dense.partition(10, fq.data.Iid(fraction=0.1), seed=1)
 
 
 MOVED_MASKS = {
@@ -356,27 +369,31 @@ TASK_RUNS = {
     "digits-labels": Case(HeteroFL(), net=labels_net, data=digits_labels),
 }
 
+KEPT = (("local", "per_client"),)  # The record has the name that the policy had first.
+
 SETTING_RUNS = {
     # Norm policies.
     **{
-        f"norm-{norm}": Case(HeteroFL(), local={"norm": norm}, rounds=3)
-        for norm in ("batch", "tracked", "local", "post")
+        f"norm-{name}": Case(HeteroFL(), local={"norm": norm}, rounds=3)
+        for name, norm in (("batch", "batch"), ("tracked", "tracked"), *KEPT, ("post", "post"))
     },
     "norm-tracked-lossy-mild": Case(
         HeteroFL(), local={"norm": "tracked"}, rounds=3, link=fq.Link.preset("lossy-mild")
     ),
     "fedbn-tracked": Case(FedBN(), local={"norm": "tracked"}, rounds=3),
     # Optimizers of clients.
-    "adam": Case(FedRolex(), local={"optimiser": fq.Adam(lr=0.01)}),
-    "adamw": Case(FedRolex(), local={"optimiser": fq.AdamW(lr=0.01)}),
-    "nesterov-decay": Case(FedRolex(), local={"optimiser": fq.SGD(0.03, 0.9, True, 1e-2)}),
-    "clip": Case(FedRolex(), local={"optimiser": fq.SGD(lr=0.03, clip=0.5)}),
-    "cosine": Case(FedRolex(), local={"schedule": fq.Cosine(3)}, rounds=3),
+    "adam": Case(FedRolex(), local={"optimizer": fq.optimizers.Adam(lr=0.01)}),
+    "adamw": Case(FedRolex(), local={"optimizer": fq.optimizers.AdamW(lr=0.01)}),
+    "nesterov-decay": Case(
+        FedRolex(), local={"optimizer": fq.optimizers.SGD(0.03, 0.9, True, 1e-2)}
+    ),
+    "clip": Case(FedRolex(), local={"optimizer": fq.optimizers.SGD(lr=0.03, clip=0.5)}),
+    "cosine": Case(FedRolex(), local={"schedule": fq.schedules.Cosine(3)}, rounds=3),
     "kept-momentum": KEPT_MOMENTUM,
-    "kept-adam": replace(KEPT_MOMENTUM, local={"optimiser": fq.Adam(lr=0.01)}),
+    "kept-adam": replace(KEPT_MOMENTUM, local={"optimizer": fq.optimizers.Adam(lr=0.01)}),
     # Optimizers of the server.
-    "server-momentum": Case(FedRolex(server=ServerMomentum(0.7, 0.5)), rounds=3),
-    "server-adam": Case(FedRolex(server=ServerAdam()), rounds=3),
+    "server-momentum": Case(FedRolex(server_optimizer=ServerMomentum(0.7, 0.5)), rounds=3),
+    "server-adam": Case(FedRolex(server_optimizer=ServerAdam()), rounds=3),
     # Local settings.
     "masked-client": Case(SHeteroFL(), local={"masked": "client"}),
     "masked-batch": Case(HeteroFL(), local={"masked": "batch"}),
@@ -393,7 +410,7 @@ SETTING_RUNS = {
     },
     "progfed-warm-up": Case(
         ProgFed(HeteroFL(), stage_rounds=1, warmup=1, extra_warmup=True),
-        {"keep_optimizer": True, "schedule": fq.Cosine(3)},
+        {"keep_optimizer": True, "schedule": fq.schedules.Cosine(3)},
         HashedStages(),
         rounds=4,
     ),
@@ -407,7 +424,7 @@ SETTING_RUNS = {
     "adversarial": Case(FedAvg(), local={"adversarial": ATTACKED}),
     "adversarial-conditioned": Case(
         FedAvg(),
-        local={"adversarial": fq.AdversarialTraining((0.0, 0.5, 1.0), WEAK_ATTACK)},
+        local={"adversarial": fq.attacks.AdversarialTraining((0.0, 0.5, 1.0), WEAK_ATTACK)},
         net=conditioned_net,
         evaluation=ROBUST,
     ),
@@ -418,7 +435,7 @@ SETTING_RUNS = {
     "changing-budgets": Case(HeteroFL(), fleet={"dynamic": True}, rounds=3),
     "changing-budgets-lossy-mild": Case(
         HeteroFL(),
-        {"norm": "local"},
+        {"norm": "per_client"},
         fleet={"dynamic": True},
         link=fq.Link.preset("lossy-mild"),
         rounds=3,
@@ -430,7 +447,7 @@ SETTING_RUNS = {
     "availability": Case(HeteroFL(), fleet={"available": Diurnal(4, 1)}, rounds=3),
     # Links.
     "link-sparse-both-ways": Case(
-        FedRolex(), link=fq.Link(codec=fq.Codec(keep=0.25, bits=8, down=True)), rounds=3
+        FedRolex(), link=fq.Link(codec=fq.links.Codec(keep=0.25, bits=8, down=True)), rounds=3
     ),
     "link-with-a-clock": Case(HeteroFL(), link=fq.Link.preset("mobile")),
     "all-state": ALL_STATE,
@@ -446,7 +463,7 @@ def export(case: Case, folder: Path, share: float = 0.5, **how: Any) -> None:
 
 def save_customisable(folder: Path) -> None:
     """Train, and write one model for several shares."""
-    METHOD_RUNS["heterofl"].play().customisable((1.0, 0.5)).save(folder / "sizes.safetensors")
+    METHOD_RUNS["heterofl"].play().customizable((1.0, 0.5)).save(folder / "sizes.safetensors")
 
 
 FOLDERS: dict[str, Callable[[Path], object]] = {
@@ -469,8 +486,8 @@ QUICK = (
     "diabetes-heterofl",
     "files-checkpoint",
 )
-# Pairs with equal weights: LocalOnly sends nothing over any link, these norms differ in evaluation alone, and a private
-# net is the same whether a client draws it or downloads it.
+# Pairs with equal weights: LocalOnly sends nothing over any link, these norms differ in evaluation
+# alone, and a private net is the same whether a client draws it or downloads it.
 SAME_RUNS = {
     ("local", "local-lossy-mild"),
     ("local", "local-four-bits"),

@@ -1,4 +1,5 @@
-"""Compare small whole runs with the records that are stored, so that numbers do not change unnoticed.
+"""Compare small whole runs with the records that are stored, so that numbers do not change
+unnoticed.
 
 `pytest tests/golden -m '' --update-golden` writes records that are missing or have changed. The
 difference is for a reviewer to read.
@@ -21,14 +22,17 @@ import fedquilt as fq
 from tests.golden.cases import FOLDERS, QUICK, RUNS, SAME_RUNS
 
 HERE = Path(__file__).parent
+# last digits differ between machines, and training makes a little more of them
 CLOSE = {
     "rel": 1e-6,
     "abs": 1e-9,
-}  # last digits differ between machines, and training makes a little more of them
+}
 
 
 def story(run: fq.Run) -> dict[str, Any]:
-    """Return the records without seconds, and mean and norm of every weight and of what clients keep."""
+    """Return the records without seconds, and mean and norm of every weight and of what clients
+    keep.
+    """
     times = ("seconds", "server_seconds")
     rounds = [
         {key: value for key, value in record.items() if key not in times} for record in run.history
@@ -47,7 +51,9 @@ def story(run: fq.Run) -> dict[str, Any]:
 
 
 def kept(memory: Any) -> dict[str, Any]:
-    """Return the steps that a client has taken, and mean and norm of its own weights and of each slot."""
+    """Return the steps that a client has taken, and mean and norm of its own weights and of each
+    slot.
+    """
     slots = {slot: moments(values.values()) for slot, values in memory.slots.items()}
     return {"steps": memory.steps, "weights": moments(memory.weights.values()), "slots": slots}
 
@@ -62,7 +68,9 @@ def moments(tensors: Any) -> list[float]:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Describe the files below a folder: tensors with shape, mean and norm, and the keys of JSON objects."""
+    """Describe the files below a folder: tensors with shape, mean and norm, and the keys of JSON
+    objects.
+    """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): content(path) for path in files}
 
@@ -91,7 +99,9 @@ def described(tensor: Tensor) -> dict[str, Any]:
 
 
 def keys(value: Any, depth: int = 2) -> Any:
-    """Return the names of a JSON object's fields, and of the fields of objects in it, without values."""
+    """Return the names of a JSON object's fields, and of the fields of objects in it, without
+    values.
+    """
     if not isinstance(value, Mapping) or not depth:
         return None
     return {name: keys(inner, depth - 1) for name, inner in value.items()}

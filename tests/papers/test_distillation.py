@@ -1,4 +1,6 @@
-"""Distillation at the server: FedDF (Lin et al. 2020), DS-FL (Itahara et al. 2023) and Fed-ET (Cho et al. 2022)."""
+"""Distillation at the server: FedDF (Lin et al. 2020), DS-FL (Itahara et al. 2023) and Fed-ET (Cho
+et al. 2022).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from fedquilt.methods import DSFL, FedAvg, FedDF, FedET, HeteroFL
 from fedquilt.methods.dsfl import PREDICTIONS, sharpened
 from fedquilt.methods.fedet import ConsensusLoss, consensus, consensus_weights
 from fedquilt.round.learning import learn
-from fedquilt.round.link import Arrival, Trip
+from fedquilt.round.link import Arrival, Transmission
 from fedquilt.round.merge import Merged
 from fedquilt.round.teachers import EACH, OUTPUTS, Teachers
 from fedquilt.round.training.batches import itinerary
@@ -29,8 +31,8 @@ from tests.conftest import Perceptron
 
 SIZES = (7, 4, 9, 5)
 NUM_PUBLIC = 10
-PLAIN = fq.SGD(lr=0.1, momentum=0.0)
-LOCAL = fq.Local(batch_size=4, optimiser=PLAIN)
+PLAIN = fq.optimizers.SGD(lr=0.1, momentum=0.0)
+LOCAL = fq.LocalTraining(batch_size=4, optimizer=PLAIN)
 SILENT = ServerTraining(steps=0)
 ONE_STEP = ServerTraining(PLAIN, batch_size=16, steps=1, held_back=0.3)
 MACS = {1.0: 4 * 6 + 6 * 3, 0.5: 4 * 3 + 3 * 3}  # Of the perceptron with 6 and 3 hidden channels
@@ -44,7 +46,9 @@ def start(
     engine: str = "sequential",
     **options,
 ) -> fq.Run:
-    """Return a run of all clients in float64 that has not begun, by default on the sequential engine."""
+    """Return a run of all clients in float64 that has not begun, by default on the sequential
+    engine.
+    """
     fleet = fq.Fleet.of(shares, data.num_clients, data.num_clients)
     options = {"precision": "fp64", "evaluation": fq.Evaluation(every=0), **options}
     return fq.prepare(method, family, data, fleet, engine, **options)
@@ -117,7 +121,7 @@ def value_of(
     return float(objective(view))
 
 
-# --- FedDF ----------------------------------------------------------------------------------------------------------
+# --- FedDF --------------------------------------------------------------------------------------
 
 
 def test_feddfs_teacher_is_the_mean_of_the_logits_of_all_received_nets(perceptron, make_data):
@@ -219,7 +223,7 @@ def expected_in(net: Submodel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {net.scope + name: value for name, value in weights.items()}
 
 
-# --- reductions -----------------------------------------------------------------------------------------------------
+# --- reductions ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["perceptron", "residual"], indirect=True)
@@ -240,11 +244,13 @@ def test_feddf_with_one_prototype_and_no_step_is_fedavg(family, make_data, play)
         )
 
 
-@pytest.mark.parametrize("optimiser", [fq.SGD(lr=0.5), fq.Adam(lr=0.01)], ids=["sgd", "adam"])
-def test_a_student_whose_teacher_is_itself_does_not_move(optimiser, perceptron, make_data, play):
+@pytest.mark.parametrize(
+    "optimizer", [fq.optimizers.SGD(lr=0.5), fq.optimizers.Adam(lr=0.01)], ids=["sgd", "adam"]
+)
+def test_a_student_whose_teacher_is_itself_does_not_move(optimizer, perceptron, make_data, play):
     """With one client the mean of a group is the client's net, and so is the teacher."""
     data = make_data(perceptron, (9,), public=NUM_PUBLIC)
-    how = ServerTraining(optimiser, batch_size=4, steps=12, check_every=3)
+    how = ServerTraining(optimizer, batch_size=4, steps=12, check_every=3)
     runs = [
         play(FedDF(local=LOCAL, prototypes=(1.0,), server_training=one), perceptron, data)
         for one in (SILENT, how)
@@ -254,12 +260,12 @@ def test_a_student_whose_teacher_is_itself_does_not_move(optimiser, perceptron, 
     torch.testing.assert_close(learnt, still, rtol=0, atol=1e-9)
 
 
-# --- the server's training ------------------------------------------------------------------------------------------
+# --- the server's training ----------------------------------------------------------------------
 
-HUGE = fq.SGD(lr=1e3, momentum=0.0)
+HUGE = fq.optimizers.SGD(lr=1e3, momentum=0.0)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_weights_stay_those_before_the_first_step_if_no_step_is_better(
     engine, perceptron, make_data, play
 ):
@@ -278,7 +284,7 @@ def test_the_best_of_several_states_is_kept(perceptron, make_data):
     """A step that helps is followed by steps that do not."""
     data = make_data(perceptron, SIZES, public=NUM_PUBLIC)
     how = ServerTraining(
-        fq.SGD(lr=2.0, momentum=0.9), batch_size=16, steps=20, check_every=1, patience=20
+        fq.optimizers.SGD(lr=2.0, momentum=0.9), batch_size=16, steps=20, check_every=1, patience=20
     )
     method = FedDF(local=LOCAL, prototypes=(1.0,), server_training=how)
     run = start(method, perceptron, data, (1.0,))
@@ -305,7 +311,7 @@ def test_the_best_of_several_states_is_kept(perceptron, make_data):
 
 
 @pytest.mark.parametrize("patience", [1, 2])
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_a_student_stops_after_so_many_comparisons_without_progress(
     engine, patience, perceptron, make_data, play
 ):
@@ -317,7 +323,7 @@ def test_a_student_stops_after_so_many_comparisons_without_progress(
 
 
 def test_a_student_that_makes_progress_takes_all_steps(perceptron, make_data, play):
-    how = ServerTraining(fq.SGD(lr=0.01), batch_size=16, steps=12, check_every=4)
+    how = ServerTraining(fq.optimizers.SGD(lr=0.01), batch_size=16, steps=12, check_every=4)
     method = FedDF(local=LOCAL, prototypes=(1.0, 0.5), server_training=how)
     data = make_data(perceptron, SIZES, public=NUM_PUBLIC)
     run = play(method, perceptron, data, shares=(1.0, 0.5), rounds=1)
@@ -325,15 +331,21 @@ def test_a_student_that_makes_progress_takes_all_steps(perceptron, make_data, pl
 
 
 def test_a_cosine_lowers_the_servers_rate_at_every_comparison():
-    """The factor is (1 + cos(π·j / steps)) / 2 with j = 0, 3, 6, 9 of 12 steps: cos(π/4) is √½ and cos(π/2) is 0."""
+    """The factor is (1 + cos(π·j / steps)) / 2 with j = 0, 3, 6, 9 of 12 steps: cos(π/4) is √½ and
+    cos(π/2) is 0.
+    """
     how = ServerTraining(steps=12, check_every=3, schedule="cosine")
     half = math.sqrt(0.5)
     expected = [1.0, (1 + half) / 2, 0.5, (1 - half) / 2]
     assert [how.rate_factor(check) for check in range(4)] == pytest.approx(expected, abs=1e-12)
     assert [replace(how, schedule="constant").rate_factor(check) for check in range(4)] == [1.0] * 4
+    linear = replace(how, schedule="linear")
+    assert [linear.rate_factor(check) for check in range(4)] == pytest.approx(
+        [1.0, 0.75, 0.5, 0.25]
+    )
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_steps_of_the_server_have_the_rates_of_the_cosine(engine, perceptron, make_data):
     """Four steps of SGD at 0.1 times 1, 1, ½, ½, compared after every second."""
     how = ServerTraining(
@@ -360,17 +372,19 @@ def test_steps_of_the_server_have_the_rates_of_the_cosine(engine, perceptron, ma
 
 
 def test_the_preset_paper_of_feddf_has_the_settings_of_the_released_commands():
-    """total_n_server_pseudo_batches 10000, eval_batches_freq 100, early_stopping_server_batches 1000, a cosine."""
+    """total_n_server_pseudo_batches 10000, eval_batches_freq 100, early_stopping_server_batches
+    1000, a cosine.
+    """
     how = FedDF.preset("paper").server_training
     assert (how.steps, how.check_every, how.patience * how.check_every) == (10_000, 100, 1_000)
-    assert (how.optimiser, how.batch_size) == (fq.Adam(lr=1e-3), 128)
+    assert (how.optimizer, how.batch_size) == (fq.optimizers.Adam(lr=1e-3), 128)
     assert (how.stop_by, how.schedule) == ("labels", "cosine")
 
 
 @pytest.mark.parametrize(("steps", "every"), [(5, 2), (7, 3), (3, 20)])
 def test_a_student_never_takes_more_steps_than_it_may(steps, every, perceptron, make_data, play):
     how = ServerTraining(
-        fq.SGD(lr=0.01), batch_size=16, steps=steps, check_every=every, patience=100
+        fq.optimizers.SGD(lr=0.01), batch_size=16, steps=steps, check_every=every, patience=100
     )
     method = FedDF(local=LOCAL, prototypes=(1.0,), server_training=how)
     run = play(method, perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC), rounds=1)
@@ -413,8 +427,12 @@ def test_labels_of_clients_decide_where_the_preset_says_so(perceptron, make_data
 
 
 def test_server_macs_are_those_of_teachers_training_and_comparisons(perceptron, make_data, play):
-    """A step costs three forward passes of each sample. Students are compared before the first step too."""
-    how = ServerTraining(fq.SGD(lr=0.01), batch_size=4, steps=6, check_every=2, patience=10)
+    """A step costs three forward passes of each sample. Students are compared before the first step
+    too.
+    """
+    how = ServerTraining(
+        fq.optimizers.SGD(lr=0.01), batch_size=4, steps=6, check_every=2, patience=10
+    )
     method = FedDF(local=LOCAL, prototypes=(1.0, 0.5), server_training=how)
     run = play(
         method,
@@ -471,7 +489,7 @@ def test_records_of_a_server_that_does_not_learn_are_without_these_keys(
     assert not record.to_dict().keys() & LEARNING_KEYS
 
 
-# --- teachers -------------------------------------------------------------------------------------------------------
+# --- teachers -----------------------------------------------------------------------------------
 
 
 def test_positions_of_a_teacher_that_a_link_lost_are_the_servers(perceptron, make_data):
@@ -578,7 +596,7 @@ def test_a_stack_of_updates_is_the_same_as_one_after_another(perceptron, make_da
     torch.testing.assert_close(dict(stacked.outputs), dict(whole.outputs), rtol=0, atol=1e-9)
 
 
-# --- DS-FL ----------------------------------------------------------------------------------------------------------
+# --- DS-FL --------------------------------------------------------------------------------------
 
 
 def dsfl(**settings) -> DSFL:
@@ -712,7 +730,7 @@ class Recording(fq.Link):
 
     payloads: list[tuple[bool, Payload]] = field(default_factory=list, compare=False)
 
-    def _carry(self, payload: Payload, trip: Trip, *others) -> Arrival:
+    def _carry(self, payload: Payload, trip: Transmission, *others) -> Arrival:
         self.payloads.append((trip.up, payload))
         return super()._carry(payload, trip, *others)
 
@@ -730,12 +748,13 @@ def test_nets_of_dsfl_stay_on_clients(family, make_data, play):
         assert set(payload.extras) == {PREDICTIONS}
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_a_client_of_dsfl_continues_from_its_own_net_bit_for_bit(engine, perceptron, make_data):
-    """From the second round on the rate is too small to move a weight, so that a net that started from anything but
+    """From the second round on the rate is too small to move a weight, so that a net that started
+    from anything but
     its own state would differ from it.
     """
-    method = dsfl(local=replace(LOCAL, schedule=fq.Steps((1,), 1e-300)))
+    method = dsfl(local=replace(LOCAL, schedule=fq.schedules.Steps((1,), 1e-300)))
     data = make_data(perceptron, SIZES, public=NUM_PUBLIC)
     run = start(method, perceptron, data, engine=engine, link=(link := Recording())).train(1)
     server_nets = {key: in_scope(run.server.weights, key[1]) for key in run.server.memory}
@@ -777,7 +796,7 @@ def test_a_net_of_dsfl_can_be_deployed_from_its_client(perceptron, make_data):
         )
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_predictions_cost_rows_times_classes_times_four_bytes_each_way(
     engine, perceptron, make_data, play
 ):
@@ -787,12 +806,11 @@ def test_predictions_cost_rows_times_classes_times_four_bytes_each_way(
         assert record.bytes_down == record.bytes_up == len(SIZES) * NUM_PUBLIC * 3 * 4
     for record in play(dsfl(samples=6), perceptron, data, **options).records:
         assert record.bytes_up == len(SIZES) * 6 * 3 * 4
-        assert record.bytes_down == len(SIZES) * (
-            6 * 3 * 4 + 8
-        )  # The round of the draw is a number of 8 bytes.
+        # The round of the draw is a number of 8 bytes.
+        assert record.bytes_down == len(SIZES) * (6 * 3 * 4 + 8)
 
 
-# --- Fed-ET ---------------------------------------------------------------------------------------------------------
+# --- Fed-ET -------------------------------------------------------------------------------------
 
 # Nets A, B and C. On the first sample C dissents with a small variance, on the second nobody does.
 LOGITS = torch.tensor(
@@ -946,11 +964,11 @@ def test_a_device_gets_the_servers_net_if_it_can_run_it(perceptron, make_data, p
     assert scopes == {1.0: ["server/"], 0.5: ["share0.5/"], 0.3: ["share0.25/"]}
 
 
-# --- initial weights ------------------------------------------------------------------------------------------------
+# --- initial weights ----------------------------------------------------------------------------
 
 
 def test_every_prototype_is_drawn_by_itself_and_the_first_with_the_seed_of_the_run(perceptron):
-    world = fq.World(perceptron, seed=3, precision="fp64")
+    world = fq.methods.api.World(perceptron, seed=3, precision="fp64")
     server = FedET(prototypes=(1.0, 0.5)).init(world)
     whole = perceptron.init(3, dtype=torch.float64)
     assert set(server.weights) == {
@@ -968,7 +986,7 @@ def test_every_prototype_is_drawn_by_itself_and_the_first_with_the_seed_of_the_r
     assert 6**-0.5 < float(small["last.weight"].abs().max()) <= 3**-0.5
 
 
-# --- several architectures --------------------------------------------------------------------------------------------
+# --- several architectures ----------------------------------------------------------------------
 
 
 class Deep(nn.Module):
@@ -994,7 +1012,9 @@ BY_NET = (fq.Budget(macs=76), fq.Budget(macs=42))
 
 
 def of_nets(run: fq.Run, places=(0, 1, 1), sizes=(8, 4, 12)) -> list[Update]:
-    """Return updates of clients whose nets differ from the server's by noise, each of one architecture."""
+    """Return updates of clients whose nets differ from the server's by noise, each of one
+    architecture.
+    """
     generator = torch.Generator().manual_seed(11)
     updates = []
     for client, (place, size) in enumerate(zip(places, sizes, strict=True)):

@@ -1,4 +1,5 @@
-"""Scripts of examples/ and rows of papers' tables are trained for a few rounds, and their losses are finite.
+"""Scripts of examples/ and rows of papers' tables are trained for a few rounds, and their losses
+are finite.
 
 Data are drawn, of the same shapes as the papers' sets.
 """
@@ -15,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt.config import Experiment, overlay
-from fedquilt.experiment import Run
 from fedquilt.methods import ProgFed
 from fedquilt.models import MODELS, ModelSpec, PreResNet
+from fedquilt.runs.experiment import Experiment, overlay
+from fedquilt.runs.run import Run
 from fedquilt.studies.papers import parsed_preset, presets, read_preset
 from tests.conftest import load_example
 
@@ -26,7 +27,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 DOMAINS = ("mnist", "svhn", "usps", "syn", "mnistm")
 
 
-# --- data -------------------------------------------------------------------------------------------------------
+# --- data ---------------------------------------------------------------------------------------
 
 
 def draw_images(
@@ -60,7 +61,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# --- losses -----------------------------------------------------------------------------------------------------
+# --- losses -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def losses_of(run: Run, rounds: int) -> list[float]:
     return losses
 
 
-# --- rows of papers' tables ---------------------------------------------------------------------------------------
+# --- rows of papers' tables ---------------------------------------------------------------------
 
 
 def trained_presets() -> list[str]:
@@ -107,8 +108,8 @@ def trained_presets() -> list[str]:
 def test_rows_learn_with_the_papers_settings(name: str, drawn: Path) -> None:
     """One row of each method, with the rates, batches, norms and links of the full scale.
 
-    FedResCuE on Digits gave no number in round 8 at the learning rate of its Table 17, which a run on
-    generated images at the smoke scale would not have shown.
+    FedResCuE on Digits gave no number in round 8 at the learning rate of its Table 17, which a run
+    on generated images at the smoke scale would not have shown.
     """
     preset = read_preset(name)
     if not set(preset.data) <= {"cifar10", "digits5"}:
@@ -122,16 +123,15 @@ def test_rows_learn_with_the_papers_settings(name: str, drawn: Path) -> None:
         clients = min(100, settings["fleet"]["clients"])  # There are 500 images.
         fleet = {"clients": clients, "sample": min(2, clients)}
         quick = overlay(
-            settings, {"rounds": 2, "fleet": fleet, "evaluation": {"every": 0, "local": False}}
+            settings, {"rounds": 2, "fleet": fleet, "evaluation": {"every": 0, "per_client": False}}
         )
-        if isinstance(
-            experiment.method, ProgFed
-        ):  # It grows as in the whole run, of which these are the first rounds.
+        # It grows as in the whole run, of which these are the first rounds.
+        if isinstance(experiment.method, ProgFed):
             quick = overlay(quick, {"method": {"rounds": settings["rounds"]}})
         losses_of(Experiment.of(quick).prepare().train(2), 2)
 
 
-# --- scripts ----------------------------------------------------------------------------------------------------
+# --- scripts ------------------------------------------------------------------------------------
 
 SCRIPTS = {"clipped": "", "own_model": "", "tasks": "--rounds 2"}
 MAX_ROUNDS = 3  # of scripts that have no option for it

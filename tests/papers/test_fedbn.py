@@ -51,7 +51,9 @@ def test_norms_never_travel(engine, residual, make_data):
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_each_client_goes_on_with_its_own_norms(engine, residual, play, make_data):
-    """Over three rounds of one client, the kept norms and the shared rest are one net: FedAvg with tracked norms."""
+    """Over three rounds of one client, the kept norms and the shared rest are one net: FedAvg with
+    tracked norms.
+    """
     data = make_data(residual, (9,))
     alone = play(with_local(FedBN(), batch_size=4), residual, data, engine=engine, rounds=3)
     tracked = play(

@@ -15,7 +15,7 @@ from fedquilt.terms import Server
 def sets(family, share, *, round=0, client=0, seed=0):
     world = World(family, seed=seed)
     (submodel,) = FedDropout().plan(
-        Server(round, {}), fq.Client(client, fq.Budget(share=share), 1), world
+        Server(round, {}), fq.methods.api.Client(client, fq.Budget(share=share), 1), world
     )
     return submodel.index
 

@@ -1,4 +1,6 @@
-"""FedResCuE (Zhu et al., ICML 2022): equations 1 to 3, algorithms 1 and 3 to 6; links have a file of their own."""
+"""FedResCuE (Zhu et al., ICML 2022): equations 1 to 3, algorithms 1 and 3 to 6; links have a file
+of their own.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,18 @@ from fedquilt.round.training.step import Batch, gradient, move, teach
 from fedquilt.terms import Job, Server
 from tests.conftest import with_local
 
-SHARP = fq.SGD(lr=0.1, momentum=0.9, nesterov=True, decay=1e-2)
+SHARP = fq.optimizers.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2)
 SIXTHS = {"smallest": 1 / 6, "granularity": 1 / 6}  # the perceptron has six hidden units
 NESTED = (FedResCuE, FedSeq, FedRush, FedSlim, FjORD)
 CPU = torch.device("cpu")
 
 
 def learner(method, family, share=1.0, round=0, client=0, seed=0):
-    client, world = fq.Client(client, fq.Budget(share=share), 4), World(family, seed)
+    client, world = fq.methods.api.Client(client, fq.Budget(share=share), 4), World(family, seed)
     return method.learner(Job(client, method.plan(Server(0, {}), client, world)[0], round), world)
 
 
-# --- what is drawn ------------------------------------------------------------------------------------------------
+# --- what is drawn ------------------------------------------------------------------------------
 
 
 def test_table_17():
@@ -41,7 +43,9 @@ def test_table_17():
     assert len(FedResCuE().ratios) == 19
     assert FedResCuE().ratios[:2] == (0.1, 0.15)
     assert FedResCuE.preset("fedrescue-digits").ratios == tuple(place / 8 for place in range(1, 9))
-    assert TABLE_17.optimiser == fq.SGD(lr=0.1, momentum=0.9, nesterov=True, decay=1e-4)
+    assert TABLE_17.optimizer == fq.optimizers.SGD(
+        lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4
+    )
     assert (TABLE_17.batch_size, TABLE_17.epochs, TABLE_17.norm.name) == (32, 1, "batch")
     assert (FedResCuE().samples, FedResCuE().weighting) == (4, "uniform")
 
@@ -57,9 +61,8 @@ def test_line_4_draws_distinct_ratios_below_the_clients_own_in_order(kind, resid
             assert drawn == sorted(drawn)
             assert set(drawn) <= {ratio for ratio in method.ratios if ratio < share}
             below = sum(ratio < share for ratio in method.ratios)
-            assert len(drawn) == min(
-                below, 4 if kind in (FedSlim, FjORD) else 3
-            )  # S = 4 ends in the client's own
+            # S = 4 ends in the client's own
+            assert len(drawn) == min(below, 4 if kind in (FedSlim, FjORD) else 3)
 
 
 def test_ratios_are_drawn_by_round_and_step_and_not_by_client(residual):
@@ -68,9 +71,8 @@ def test_ratios_are_drawn_by_round_and_step_and_not_by_client(residual):
     steps = [own.phases_at(step) for step in range(30)]
     assert len(set(steps)) > 20
     assert own.phases_at(3) != learner(FedResCuE(), residual, round=1).phases_at(3)
-    assert (
-        own.timeless == learner(FedResCuE(), residual, round=1).timeless
-    )  # what is recorded serves every round
+    # what is recorded serves every round
+    assert own.timeless == learner(FedResCuE(), residual, round=1).timeless
     counts = Counter(
         share for step in range(2000) for share in nested_shares(residual, own.phases_at(step))
     )
@@ -85,9 +87,8 @@ def test_algorithm_1_has_its_phases_in_order(alpha, residual):
         before = 0.0
         for phase in inner:
             (share,) = nested_shares(residual, (phase,))
-            assert phase.objective == Summed(
-                (TaskLoss(share), Distilled(share, alpha))
-            )  # equation 3
+            # equation 3
+            assert phase.objective == Summed((TaskLoss(share), Distilled(share, alpha)))
             assert phase.moves == Between(before, share)  # equation 2
             before = share
         assert rest == Phase(TaskLoss(), Between(before, 1.0))  # no KL at ratio 1
@@ -99,7 +100,7 @@ def test_s_0_and_s_1(residual):
     assert learner(FedResCuE(samples=1), residual).phases_at(4) == (Phase(), Phase())
 
 
-# --- equations ----------------------------------------------------------------------------------------------------
+# --- equations ----------------------------------------------------------------------------------
 
 
 def batch_of(count: int, seed: int = 0) -> Batch:
@@ -197,8 +198,10 @@ def test_padding_does_not_count_in_the_kl_term(language):
 
 @pytest.mark.parametrize("freeze", ["update", "gradient"])
 def test_equation_2_freezes_what_earlier_nets_have_learnt(freeze, perceptron):
-    """With momentum and decay on: bit for bit, weights and momentum. Masked gradients alone would let both move."""
-    own = learner(with_local(FedResCuE(freeze=freeze, **SIXTHS), optimiser=SHARP), perceptron)
+    """With momentum and decay on: bit for bit, weights and momentum. Masked gradients alone would
+    let both move.
+    """
+    own = learner(with_local(FedResCuE(freeze=freeze, **SIXTHS), optimizer=SHARP), perceptron)
     state, slots = doubles(perceptron), None
     slots = {"momentum": {name: torch.full_like(value, 0.1) for name, value in state.items()}}
     batch = batch_of(6)
@@ -241,16 +244,16 @@ class OuterOnly(FedResCuE):
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack", "sequential"])
 def test_what_is_frozen_is_bit_identical_on_every_engine(layout, residual, make_data):
     method, data = (
-        with_local(OuterOnly(), optimiser=SHARP, batch_size=4),
+        with_local(OuterOnly(), optimizer=SHARP, batch_size=4),
         make_data(residual, (8, 8)),
     )
     fleet = fq.Fleet.of((1.0,), 2, 2)
-    engine = "sequential" if layout == "sequential" else "vectorised"
+    engine = "sequential" if layout == "sequential" else "vectorized"
     run = fq.prepare(
         method, residual, data, fleet, engine, precision="fp64", evaluation=fq.Evaluation(every=0)
     )
     first = dict(run.server.weights)
-    if engine == "vectorised":
+    if engine == "vectorized":
         run.engine.record, run.engine.layout = True, layout
     run.train(1)
     for name in residual.trainable:
@@ -260,11 +263,13 @@ def test_what_is_frozen_is_bit_identical_on_every_engine(layout, residual, make_
             assert not torch.equal(run.server.weights[name][moves], first[name][moves])
 
 
-# --- whole algorithms in plain torch ------------------------------------------------------------------------------
+# --- whole algorithms in plain torch ------------------------------------------------------------
 
 
 def by_hand(algorithm: str, weights, x, y, ratios: tuple[int, ...], lr: float):
-    """One batch of an algorithm of the paper with plain SGD on the perceptron; ratios in hidden units."""
+    """One batch of an algorithm of the paper with plain SGD on the perceptron; ratios in hidden
+    units.
+    """
     theta = {name: value.clone() for name, value in weights.items()}
     teacher = logits_of(theta, x).softmax(1)
 
@@ -307,18 +312,20 @@ def by_hand(algorithm: str, weights, x, y, ratios: tuple[int, ...], lr: float):
     return {name: value - lr * g[name] for name, value in theta.items()}
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize(
     "kind", [FedResCuE, FedSeq, FedRush, FedSlim, FjORD], ids=lambda kind: kind.__name__.lower()
 )
 def test_a_round_is_the_algorithm_of_the_paper(kind, engine, perceptron, play, make_data):
     """Algorithms 1, 5, 6, 3 and 4: two batches of one client."""
-    optimiser = fq.SGD(lr=0.1, momentum=0.0)
-    method = kind(local=fq.Local(optimiser=optimiser, batch_size=4), samples=3, **SIXTHS)
+    optimizer = fq.optimizers.SGD(lr=0.1, momentum=0.0)
+    method = kind(local=fq.LocalTraining(optimizer=optimizer, batch_size=4), samples=3, **SIXTHS)
     data = make_data(perceptron, (8,))
     run = play(method, perceptron, data, engine=engine, rounds=1)
     own, theta = learner(method, perceptron), doubles(perceptron)
-    job = Job(fq.Client(0, fq.Budget(share=1.0), 8), fq.family.cut.prefix(perceptron.whole), 0)
+    job = Job(
+        fq.methods.api.Client(0, fq.Budget(share=1.0), 8), fq.family.cut.prefix(perceptron.whole), 0
+    )
     for step, rows in enumerate(run.engine.batches(job, own)):
         shares = nested_shares(perceptron, own.phases_at(step))
         units = tuple(round(6 * share) for share in dict.fromkeys(shares))

@@ -1,4 +1,6 @@
-"""FedResCuE's case study (appendix A.1, Tables 1, 7 and 8): its method and its preset, on a few drawn images."""
+"""FedResCuE's case study (appendix A.1, Tables 1, 7 and 8): its method and its preset, on a few
+drawn images.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.config import Experiment, Settings, overlay
 from fedquilt.data import npz
 from fedquilt.errors import ConfigError
 from fedquilt.family.cut import prefix
 from fedquilt.papers.fedrescue_case_study import ProgressiveColumns
+from fedquilt.runs.experiment import Experiment, Settings, overlay
 from fedquilt.studies.papers import parsed_preset
 from fedquilt.studies.plan import Entry, Plan
 from fedquilt.studies.study import run_plan
@@ -25,17 +27,20 @@ SMALL = {
     "data": {"partition": {"max_size": 20}},
     "method": {"local": {"epochs": 2}},
 }
+# These move weights of masked gradients.
 SHAKEN = {
     "lr": 0.05,
     "momentum": 0.9,
     "nesterov": True,
-    "decay": 1e-2,
-}  # These move weights of masked gradients.
+    "weight_decay": 1e-2,
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with three domains of 8×8 pixels, in another order than that in which they are learnt."""
+    """A folder with three domains of 8×8 pixels, in another order than that in which they are
+    learnt.
+    """
     path = tmp_path_factory.mktemp("digits")
     save_images(path / "digits5.npz", 90, 3, domains=np.array(["syn", "svhn", "mnist"]))
     return path
@@ -63,7 +68,7 @@ def test_the_first_client_has_mnist_and_half_of_the_net(folder):
 def test_the_narrow_net_stays_bit_for_bit_or_is_overwritten(way, folder):
     """With momentum and weight decay, which would move a weight whose gradient is masked."""
     settings = settings_of(f"{way}, 743 images, momentum", folder)
-    run = Experiment.of(overlay(settings, {"method": {"local": {"optimiser": SHAKEN}}})).prepare()
+    run = Experiment.of(overlay(settings, {"method": {"local": {"optimizer": SHAKEN}}})).prepare()
     family = run.world.family
     half = prefix(family.fit(fq.Budget(share=0.5)))
 
@@ -87,7 +92,9 @@ def test_the_narrow_net_stays_bit_for_bit_or_is_overwritten(way, folder):
 
 
 def test_all_rows_are_the_papers():
-    """Rate, epochs, batches, images and seeds are those of A.1; momentum and decay those of Table 17."""
+    """Rate, epochs, batches, images and seeds are those of A.1; momentum and decay those of Table
+    17.
+    """
     preset = parsed_preset(TABLE)
     assert preset.seeds == (1, 3, 5, 7, 9, 11)
     assert len(preset.rows) == 8
@@ -97,14 +104,14 @@ def test_all_rows_are_the_papers():
         found = Experiment.of(
             {**settings, "data": {"name": "generated", "domains": ["mnist", "syn"]}}
         )
-        plain = fq.SGD(lr=0.01, momentum=0.0)
-        shaken = fq.SGD(lr=0.01, momentum=0.9, nesterov=True, decay=1e-4)
-        local = fq.Local(
-            optimiser=plain if steps == "plain" else shaken, epochs=10, batch_size=32, norm="batch"
+        plain = fq.optimizers.SGD(lr=0.01, momentum=0.0)
+        shaken = fq.optimizers.SGD(lr=0.01, momentum=0.9, nesterov=True, weight_decay=1e-4)
+        local = fq.LocalTraining(
+            optimizer=plain if steps == "plain" else shaken, epochs=10, batch_size=32, norm="batch"
         )
         assert found.method == ProgressiveColumns(local=local, progressive=way == "progressive")
         assert settings["data"]["partition"]["max_size"] == int(images.split()[0])
-        assert (found.rounds, found.fleet.clients, found.fleet.sample) == (2, 2, 2)
+        assert (found.rounds, found.fleet.clients, found.fleet.cohort) == (2, 2, 2)
         assert found.model is not None
         assert found.model.name == "digits_cnn"
 

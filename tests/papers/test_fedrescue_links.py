@@ -1,4 +1,6 @@
-"""FedResCuE's links (Zhu et al., ICML 2022): equations 4 and 5, appendices A.3.4 and A.4, under any method."""
+"""FedResCuE's links (Zhu et al., ICML 2022): equations 4 and 5, appendices A.3.4 and A.4, under any
+method.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,22 @@ import fedquilt as fq
 from fedquilt.family.cut import prefix
 from fedquilt.methods import FedAvg, FedBN, FedRolex, HeteroFL
 from fedquilt.round.federation import World
-from fedquilt.round.link import PERFECT, Trip
+from fedquilt.round.link import PERFECT, Transmission
 from fedquilt.terms import Job
 from tests.conftest import LOCAL, start_of, with_local
 
-PLAIN = {"batch_size": 4, "optimiser": fq.SGD(lr=0.1, momentum=0.0)}
-DEAF = fq.Link(loss=fq.Columns(1.0))
+PLAIN = {"batch_size": 4, "optimizer": fq.optimizers.SGD(lr=0.1, momentum=0.0)}
+DEAF = fq.Link(loss=fq.links.ColumnLoss(1.0))
 
 
-class OnlyUp(fq.Columns):
+class OnlyUp(fq.links.ColumnLoss):
     """Loses columns of uploads alone."""
 
     def reach(self, submodel, trip):
         return super().reach(submodel, trip) if trip.up else submodel
 
 
-class OnlyDown(fq.Columns):
+class OnlyDown(fq.links.ColumnLoss):
     """Loses columns of downloads alone."""
 
     def reach(self, submodel, trip):
@@ -37,18 +39,25 @@ def reached(run: fq.Run, link: fq.Link, client: int, round: int, up: bool):
     """What of a client's payload the link lets through, asked of the link itself."""
     budget = run.fleet.client(client, round, 0, 1).budget
     server = replace(run.server, round=round)
-    submodel = run.method.plan(server, fq.Client(client, budget), run.world)[0]
-    trip = Trip(run.world, Job(fq.Client(client, budget), submodel, round), up=up)
+    submodel = run.method.plan(server, fq.methods.api.Client(client, budget), run.world)[0]
+    trip = Transmission(
+        run.world, Job(fq.methods.api.Client(client, budget), submodel, round), up=up
+    )
     return link.loss.reach(submodel, trip)
 
 
-# --- equation 4 -------------------------------------------------------------------------------------------------
+# --- equation 4 ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_equation_4_counts_only_what_arrived(engine, perceptron, make_data, play):
-    """Position by position, the mean over the clients whose *uploaded* size covers it; else the old value."""
-    method, data = with_local(HeteroFL(local=fq.Local()), **PLAIN), make_data(perceptron, (5, 6, 7))
+    """Position by position, the mean over the clients whose *uploaded* size covers it; else the old
+    value.
+    """
+    method, data = (
+        with_local(HeteroFL(local=fq.LocalTraining()), **PLAIN),
+        make_data(perceptron, (5, 6, 7)),
+    )
     link = fq.Link(loss=OnlyUp(0.3))
     run = play(method, perceptron, data, engine=engine, rounds=1, link=link)
     alone = []  # what each client trained, over a perfect link
@@ -71,9 +80,8 @@ def test_equation_4_counts_only_what_arrived(engine, perceptron, make_data, play
         torch.testing.assert_close(
             run.server.weights["first.bias"][channel], want, rtol=0, atol=1e-12
         )
-    came = [
-        alone[c]["last.bias"] for c in range(3) if widths[c]
-    ]  # no width cuts it: it comes with the first column
+    # no width cuts it: it comes with the first column
+    came = [alone[c]["last.bias"] for c in range(3) if widths[c]]
     torch.testing.assert_close(
         run.server.weights["last.bias"], torch.stack(came).mean(0), rtol=0, atol=1e-12
     )
@@ -98,7 +106,7 @@ def test_where_nothing_arrives_nothing_changes(engine, method, residual, make_da
     assert all(record.bytes_up == record.bytes_down == 0 for record in run.records)
 
 
-# --- equation 5 -------------------------------------------------------------------------------------------------
+# --- equation 5 ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -106,7 +114,7 @@ def test_equation_5_pads_from_the_initial_weights_in_the_first_round(engine, res
     method, data, link = (
         with_local(HeteroFL(), **PLAIN),
         make_data(residual, (5, 6)),
-        fq.Link(loss=fq.Columns(0.5)),
+        fq.Link(loss=fq.links.ColumnLoss(0.5)),
     )
     fleet = fq.Fleet.of((1.0,), 2, 2)
     run = fq.prepare(method, residual, data, fleet, engine, precision="fp64", link=link)
@@ -145,7 +153,9 @@ def test_equation_5_pads_from_what_the_client_trained_last(engine, perceptron, m
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_equation_5_pads_by_global_position_when_a_window_moves(engine, residual, make_data, play):
-    """Half-width windows moved by one: of what was not received, positions held before are the client's own."""
+    """Half-width windows moved by one: of what was not received, positions held before are the
+    client's own.
+    """
     method, data = with_local(FedRolex(shift=1), **PLAIN), make_data(residual, (6, 6))
     run = play(method, residual, data, (0.5,), engine=engine, rounds=2, link=DEAF)
     memory = run.server.memory[0, ""]
@@ -196,7 +206,7 @@ def test_between_two_windows_a_client_has_its_initial_weights(engine, residual, 
 def test_what_is_owed_of_lost_columns_is_owed_on(perceptron, make_data, play):
     """Of what did not arrive the residual stays; of what did, it is the new one."""
     method, data = with_local(FedAvg(), **PLAIN), make_data(perceptron, (8,))
-    link = fq.Link(loss=OnlyUp(0.3), codec=fq.Codec(bits=2, feedback=True))
+    link = fq.Link(loss=OnlyUp(0.3), codec=fq.links.Codec(bits=2, feedback=True))
     for seed in range(20):
         runs = [
             play(method, perceptron, data, rounds=rounds, link=link, seed=seed) for rounds in (1, 2)
@@ -242,7 +252,9 @@ def test_under_loss_every_method_remembers_all_it_trained(residual, make_data, p
 def test_a_result_that_lives_on_clients_is_what_they_hold_not_what_would_arrive(
     residual, make_data, play
 ):
-    """FedBN is tested and deployed with the server's weights, though a link would lose them on the way."""
+    """FedBN is tested and deployed with the server's weights, though a link would lose them on the
+    way.
+    """
     run = play(
         with_local(FedBN(), **PLAIN),
         residual,
@@ -257,7 +269,7 @@ def test_a_result_that_lives_on_clients_is_what_they_hold_not_what_would_arrive(
             assert torch.equal(value, run.server.weights[name])
 
 
-# --- appendix A.3.4 -----------------------------------------------------------------------------------------------
+# --- appendix A.3.4 -----------------------------------------------------------------------------
 
 
 def test_table_12s_rates_are_presets():
@@ -269,13 +281,13 @@ def test_table_12s_rates_are_presets():
 def test_table_13s_rates_are_the_clients_own():
     """SVHN, synthetic, USPS, MNIST, MNIST-M; two clients a domain, domain after domain."""
     rates = tuple(rate for rate in (0.05, 0.05, 0.3, 0.3, 0.05) for _ in range(2))
-    loss = fq.Columns(rates)
+    loss = fq.links.ColumnLoss(rates)
     loss.check(10)
     assert [loss.rates(client, 0)[0] for client in (0, 5, 7, 9)] == [0.05, 0.3, 0.3, 0.05]
 
 
 def test_bytes_are_those_that_arrived(perceptron, make_data, play):
-    link = fq.Link(loss=fq.Columns(0.4))
+    link = fq.Link(loss=fq.links.ColumnLoss(0.4))
     run = play(
         with_local(FedAvg(), **PLAIN),
         perceptron,

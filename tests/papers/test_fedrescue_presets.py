@@ -1,7 +1,9 @@
-"""FedResCuE's tables and figures as presets: the paper's numbers, and the settings of Table 17 in every row.
+"""FedResCuE's tables and figures as presets: the paper's numbers, and the settings of Table 17 in
+every row.
 
-Where the environment variable FEDQUILT_DATA names a folder with digits5.npz, a row of Table 13 is trained on the
-real images too: `FEDQUILT_DATA=data pytest -m slow tests/papers/test_fedrescue_presets.py`.
+Where the environment variable FEDQUILT_DATA names a folder with digits5.npz, a row of Table 13 is
+trained on the real images too: `FEDQUILT_DATA=data pytest -m slow
+tests/papers/test_fedrescue_presets.py`.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ import numpy as np
 import pytest
 
 import fedquilt as fq
-from fedquilt.config import Experiment, overlay
 from fedquilt.data import Domains, Iid
-from fedquilt.fleets import Clusters, Uniform
+from fedquilt.fleets.budgets import Clusters, Uniform
 from fedquilt.methods import METHODS, Method
 from fedquilt.methods.nested import TABLE_17, Nested
 from fedquilt.round.link import PERFECT
+from fedquilt.runs.experiment import Experiment, overlay
 from fedquilt.studies.papers import Preset, parsed_preset, presets, read_preset
 from fedquilt.studies.plan import Entry, Plan
 from fedquilt.studies.study import run_plan
@@ -71,7 +73,7 @@ def method_of(row: str) -> type[Method]:
     return names[row.split(",")[0]]
 
 
-# --- the paper's numbers ----------------------------------------------------------------------------------------
+# --- the paper's numbers ------------------------------------------------------------------------
 
 
 def test_all_tables_are_there():
@@ -94,12 +96,13 @@ def test_files_have_no_problems(table):
         ("table2", "FedResCuE, S = 4, uniform, 100 %, rate 0.1", "×1", "81.39 ± 0.20"),  # Table 2
         ("table2", "HeteroFL, four clusters, 20 %, rate 0.03", "×0.25", "55.41 ± 0.39"),
         ("table2", "FedAvg, uniform, 20 %, rate 0.1", "×0.5", "36.56 ± 1.74"),  # Table 11
+        # Table 10
         (
             "table2",
             "FjORD, S = 1, four clusters, 20 %, rate 0.03",
             "rounds to 60 %, ×1",
             "244.0 ± 33.5",
-        ),  # Table 10
+        ),
         ("table2", "HeteroFL, four clusters, 20 %, rate 0.1", "rounds to 60 %, ×1", ""),
         (
             "table2",
@@ -108,26 +111,29 @@ def test_files_have_no_problems(table):
             "76.7 ± 1.9",
         ),
         ("table2", "FedResCuE, S = 4, four clusters, 100 %, rate 0.1", "rounds to 50 %, ×0.25", ""),
+        # Figure 15 has no printed numbers.
         (
             "table2",
             "FedAvg, uniform, 20 %, rate 0.1",
             "×1, round 100",
             "",
-        ),  # Figure 15 has no printed numbers.
+        ),
         ("table3", "FedSlim", "×0.35", "57.51"),
         ("table12", "FedAvg, uniform, er 0.1 to 0.2, rate 0.1", "×1", "50.36 ± 2.17"),  # Table 4
+        # Table 12
         (
             "table12",
             "FjORD, S = 4, four clusters, er 0.2 to 0.3, rate 0.1",
             "×0.25",
             "57.69 ± 2.22",
-        ),  # Table 12
+        ),
+        # Table 10
         (
             "table12",
             "FedResCuE, S = 4, four clusters, er 0.1 to 0.2, rate 0.1",
             "rounds to 65 %, ×1",
             "174.7 ± 22.2",
-        ),  # Table 10
+        ),
         (
             "table12",
             "FedSlim, S = 1, four clusters, er 0.1 to 0.2, rate 0.03",
@@ -157,16 +163,16 @@ def test_rows_at_another_rate_have_the_same_numbers_of_the_paper():
             assert paper[name] == paper[name.replace("0.03", "0.1").replace("S = 1", "S = 4")]
 
 
-# --- the settings -----------------------------------------------------------------------------------------------
+# --- the settings -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("table", CIFAR10)
 def test_rows_on_cifar10_have_the_settings_of_table_17(table, folder):
     for name, found in experiments(table, folder).items():
         rate = 0.03 if "rate 0.03" in name else 0.1
-        optimiser = replace(TABLE_17.optimiser, lr=rate)
-        norm = {"FedBN": "local", "FedAvg, tracked norms": "tracked"}
-        local = replace(TABLE_17, optimiser=optimiser, crop=4, flip=True)
+        optimizer = replace(TABLE_17.optimizer, lr=rate)
+        norm = {"FedBN": "per_client", "FedAvg, tracked norms": "tracked"}
+        local = replace(TABLE_17, optimizer=optimizer, crop=4, flip=True)
         for start, policy in norm.items():
             if name.startswith(start):
                 local = replace(local, norm=policy)
@@ -176,8 +182,10 @@ def test_rows_on_cifar10_have_the_settings_of_table_17(table, folder):
             samples = int(name.partition("S = ")[2].split(",")[0]) if "S = " in name else 4
             method = replace(method, samples=samples)
         assert found.method == method, name
-        assert (found.rounds, found.fleet.clients, found.fleet.sample) == (300, 20, 5)
-        assert found.evaluation == fq.Evaluation(2, 250, local=False, shares=(1.0, 0.75, 0.5, 0.25))
+        assert (found.rounds, found.fleet.clients, found.fleet.cohort) == (300, 20, 5)
+        assert found.evaluation == fq.Evaluation(
+            2, 250, per_client=False, shares=(1.0, 0.75, 0.5, 0.25)
+        )
         assert found.model is not None
         assert found.model.name == "rescue_resnet"
 
@@ -204,9 +212,9 @@ def test_digits_have_links_by_domain(folder):
         assert tuple(found.data.options["domains"]) == domains
         assert found.data.partition == Domains(max_size=186)
         two_each = tuple(rates[domain] for domain in domains for _ in range(2))
-        assert found.link == fq.Link(loss=fq.Columns(two_each))
-        assert (found.rounds, found.fleet.clients, found.fleet.sample) == (100, 10, 5)
-        local = replace(TABLE_17, optimiser=replace(TABLE_17.optimiser, lr=float(name.split()[-1])))
+        assert found.link == fq.Link(loss=fq.links.ColumnLoss(two_each))
+        assert (found.rounds, found.fleet.clients, found.fleet.cohort) == (100, 10, 5)
+        local = replace(TABLE_17, optimizer=replace(TABLE_17.optimizer, lr=float(name.split()[-1])))
         method = method_of(name)(local=local, weighting="uniform")
         if isinstance(method, Nested):
             samples = int(name.partition("S = ")[2].split(",")[0])
@@ -214,7 +222,7 @@ def test_digits_have_links_by_domain(folder):
         assert found.method == method, name
 
 
-# --- training ---------------------------------------------------------------------------------------------------
+# --- training -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -247,7 +255,7 @@ def test_a_row_learns_on_real_digits():
     if not real or not (Path(real) / "digits5.npz").is_file():
         pytest.skip("FEDQUILT_DATA names no folder with digits5.npz")
     settings = dict(preset_of("table13").rows_at("full", real))["FedResCuE, S = 4, rate 0.03"]
-    quick = overlay(settings, {"fleet": {"sample": 2}, "evaluation": {"every": 0}})
+    quick = overlay(settings, {"fleet": {"cohort": 2}, "evaluation": {"every": 0}})
     run = Experiment.of(quick).prepare().train(10)
     losses = [record.loss for record in run.records if record.loss is not None]
     assert len(losses) == 10

@@ -39,8 +39,8 @@ def five_nodes() -> fq.Family:
     return fq.trace(FiveNodes, torch.zeros(2, 1))
 
 
-def plan(method, family, share: float, round: int) -> fq.Submodel:
-    client = fq.Client(0, fq.Budget(share=share), 1)
+def plan(method, family, share: float, round: int) -> fq.methods.api.Submodel:
+    client = fq.methods.api.Client(0, fq.Budget(share=share), 1)
     (submodel,) = method.plan(Server(round, {}), client, World(family))
     return submodel
 
@@ -50,7 +50,7 @@ def nodes(method, family, share: float, round: int) -> str:
     return "".join("abcde"[position] for position in kept)
 
 
-# --- section 3.2: what is extracted -----------------------------------------------------------------------------
+# --- section 3.2: what is extracted -------------------------------------------------------------
 
 
 def equation_4(round: int, share: float, size: int) -> set[int]:
@@ -89,7 +89,11 @@ def test_figure_1_a_and_b_from_the_large_e_from_the_small_c_and_d_averaged(five_
             submodel, {name: torch.full_like(weight, value) for name, weight in cut.items()}
         )
         fold.add(
-            Update(Job(fq.Client(id, fq.Budget(share=share), 1), submodel, 0), (sent,), steps=1)
+            Update(
+                Job(fq.methods.api.Client(id, fq.Budget(share=share), 1), submodel, 0),
+                (sent,),
+                steps=1,
+            )
         )
     weights = fold.finish(old)[0]
     assert weights["layer.weight"].flatten().tolist() == [1, 1, 2, 2, 3]
@@ -111,7 +115,9 @@ def test_every_channel_is_trained_equally_often(share, residual):
 
 
 def test_skips_stay_aligned_because_an_axis_has_one_window(residual):
-    """Every weight that carries an axis is cut at the same positions: the cut net is the net without the others."""
+    """Every weight that carries an axis is cut at the same positions: the cut net is the net
+    without the others.
+    """
     submodel = plan(FedRolex(), residual, 0.5, round=3)
     stem = submodel.index["stages.0.0"]
     state = residual.init(1)
@@ -138,9 +144,8 @@ def test_a_transformers_cut_is_inside_each_head(language):
     assert heads not in submodel.index
     weights = language.cutter.gather(language.init(), submodel, ["blocks.0.attention.0.query.bias"])
     bias = language.init()["blocks.0.attention.0.query.bias"]
-    assert torch.equal(
-        weights["blocks.0.attention.0.query.bias"], bias[[1, 2, 5, 6]]
-    )  # two of four, in both heads
+    # two of four, in both heads
+    assert torch.equal(weights["blocks.0.attention.0.query.bias"], bias[[1, 2, 5, 6]])
     dims = {
         kind: language.axes[f"blocks.0.attention.0.{kind}.bias"]
         for kind in ("query", "key", "value")
@@ -148,7 +153,7 @@ def test_a_transformers_cut_is_inside_each_head(language):
     assert dims["query"] == dims["key"] != dims["value"]
 
 
-# --- section 3.2 and appendix A.2: how it is aggregated ---------------------------------------------------------
+# --- section 3.2 and appendix A.2: how it is aggregated -----------------------------------------
 
 
 def test_equation_10(residual, make_data, play):
@@ -211,7 +216,11 @@ def test_appendix_a3_weightings(weighting, expected, five_nodes):
         )
         found.append(
             client_weight(
-                Update(Job(fq.Client(0, fq.Budget(share=1.0), size), submodel, 0), (sent,), steps),
+                Update(
+                    Job(fq.methods.api.Client(0, fq.Budget(share=1.0), size), submodel, 0),
+                    (sent,),
+                    steps,
+                ),
                 weighting,
                 five_nodes.cutter,
             )
@@ -220,7 +229,7 @@ def test_appendix_a3_weightings(weighting, expected, five_nodes):
     assert isinstance(FedRolex(weighting=weighting).fold(Server(0, {}), World(five_nodes)), Mean)
 
 
-# --- section 4.4: a server model larger than any client's -------------------------------------------------------
+# --- section 4.4: a server model larger than any client's ---------------------------------------
 
 
 @pytest.mark.parametrize("gamma", [2, 4])
@@ -247,7 +256,7 @@ def test_a_server_larger_than_any_client_is_trained_in_all_channels(
     assert moved[HeteroFL][:kept, :kept].all()
 
 
-# --- appendix A.1: coverage -------------------------------------------------------------------------------------
+# --- appendix A.1: coverage ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("indices", [1, 2, 5, 16, 100])
@@ -284,7 +293,9 @@ def test_rolling_needs_the_fewest_rounds_possible(times):
 
 
 def test_groups_move_on_when_the_channels_inside_them_have_come_round():
-    """Four groups of two channels, an eighth of them at a time: in lockstep half of the pairs would never meet."""
+    """Four groups of two channels, an eighth of them at a time: in lockstep half of the pairs would
+    never meet.
+    """
     net = nn.Sequential(
         nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1, groups=4), nn.Flatten(), nn.Linear(8, 3)
     )
@@ -297,7 +308,7 @@ def test_groups_move_on_when_the_channels_inside_them_have_come_round():
     assert seen == [(round // 2, round % 2) for round in range(8)]
 
 
-# --- appendix A.4: overlap --------------------------------------------------------------------------------------
+# --- appendix A.4: overlap ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -306,11 +317,12 @@ def test_groups_move_on_when_the_channels_inside_them_have_come_round():
         (0.8, 1.0, 1),  # FedRolex itself
         (0.8, 0.0, 1 + 4),
         (0.8, 0.5, 1 + 2),
+        # 0.5 · 0.8 · 5 = 2, though the member has floor(2.5) = 2 nodes and 2 · 0.8 < 2
         (
             0.5,
             0.2,
             1 + 2,
-        ),  # 0.5 · 0.8 · 5 = 2, though the member has floor(2.5) = 2 nodes and 2 · 0.8 < 2
+        ),
         (0.6, 0.0, 1 + 3),  # 0.6 · 5 is 3 and not 2.999…
         (0.2, 0.5, 1),
     ],
@@ -324,7 +336,7 @@ def test_overlap_advances_by_one_and_the_floor_of_what_does_not_overlap(
         assert next(iter(kept)) == (round * step) % 5
 
 
-# --- appendix A.6: costs ----------------------------------------------------------------------------------------
+# --- appendix A.6: costs ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -358,9 +370,12 @@ def test_table_7_model_size(table_7):
 
 
 def test_table_7_flops(table_7):
-    """The paper counts our multiply-adds, four operations a normalised element, and the linear layer once more."""
+    """The paper counts our multiply-adds, four operations a normalized element, and the linear
+    layer once more.
+    """
     assert table_7[0].macs == 555_422_720
-    # Of the 17 norms five see 64 channels of 32×32, and four each 128 of 16×16, 256 of 8×8, 512 of 4×4.
+    # Of the 17 norms five see 64 channels of 32×32, and four each 128 of 16×16, 256 of 8×8, 512 of
+    # 4×4.
     elements = 5 * 64 * 32**2 + 4 * 128 * 16**2 + 4 * 256 * 8**2 + 4 * 512 * 4**2
     flops = [
         cost.macs + share * (4 * elements + 512 * 10)
@@ -373,7 +388,7 @@ def test_table_7_flops(table_7):
 
 def test_the_papers_setting_is_a_preset():
     local = FedRolex.preset("paper").local
-    assert (local.optimiser.lr, local.optimiser.momentum, local.optimiser.decay) == (
+    assert (local.optimizer.lr, local.optimizer.momentum, local.optimizer.weight_decay) == (
         2e-4,
         0.9,
         5e-4,
@@ -398,10 +413,14 @@ def test_a_device_gets_the_window_that_was_trained_last(round, residual):
 
 
 def test_position_sets_never_depend_on_data(residual):
-    """Table 1: compatible with secure aggregation; a plan knows the client's budget and the round, no more."""
+    """Table 1: compatible with secure aggregation; a plan knows the client's budget and the round,
+    no more.
+    """
     submodels = {
         FedRolex().plan(
-            Server(3, {}), fq.Client(id, fq.Budget(share=0.5), size), World(residual, seed=seed)
+            Server(3, {}),
+            fq.methods.api.Client(id, fq.Budget(share=0.5), size),
+            World(residual, seed=seed),
         )[0]
         for id, size, seed in ((0, 1, 0), (7, 100, 1), (9, 5, 2))
     }
@@ -409,7 +428,9 @@ def test_position_sets_never_depend_on_data(residual):
 
 
 def test_many_meetings_need_not_overflow():
-    """Lemma 2 for m = 500: each of ten indices is met 500 times after about 10 · (500 + a few deviations) rounds."""
+    """Lemma 2 for m = 500: each of ten indices is met 500 times after about 10 · (500 + a few
+    deviations) rounds.
+    """
     expected = rounds_to_cover_random(10, 500)
     assert 10 * 500 < expected < 10 * (500 + 3 * math.sqrt(500))
 
@@ -420,17 +441,19 @@ def test_a_server_larger_than_any_client_is_evaluated_whole(residual, make_data,
     assert set(run.accuracy) == {"0.5", "1.0"}
 
 
-# --- appendix A.3: weighting by updates -------------------------------------------------------------------------
+# --- appendix A.3: weighting by updates ---------------------------------------------------------
 
 
 def by_hand(run: fq.Run, rounds: int, method: FedRolex) -> dict[str, Tensor]:
-    """The mean of each cohort by all optimizer steps a client ever took; with `both`, times its kernels."""
+    """The mean of each cohort by all optimizer steps a client ever took; with `both`, times its
+    kernels.
+    """
     engine, world = run.engine, run.world
     server, taken = method.init(world), Counter()
     for played in range(rounds):
         sums = {name: torch.zeros_like(weight) for name, weight in server.weights.items()}
         counts = {name: torch.zeros_like(weight) for name, weight in server.weights.items()}
-        for id in run.fleet.cohort(played, 0):
+        for id in run.fleet.draw_cohort(played, 0):
             client = run.fleet.client(id, played, 0, engine.data.size(id))
             (submodel,) = method.plan(server, client, world)
             job, taken[id] = Job(client, submodel, played), taken[id] + math.ceil(client.size / 4)
@@ -455,7 +478,7 @@ def by_hand(run: fq.Run, rounds: int, method: FedRolex) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("weighting", ["updates", "both"])
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_updates_are_a_clients_optimizer_steps_over_all_rounds(
     weighting, engine, five_nodes, make_data, play
 ):
@@ -463,14 +486,13 @@ def test_updates_are_a_clients_optimizer_steps_over_all_rounds(
     method = with_local(FedRolex(weighting=weighting), batch_size=4, masked="")
     data, fleet = make_data(five_nodes, (4, 8, 12, 4)), fq.Fleet.of((1.0, 0.6), 4, 2)
     run = play(method, five_nodes, data, fleet=fleet, engine=engine, rounds=3)
-    cohorts = Counter(id for played in range(3) for id in fleet.cohort(played, 0))
+    cohorts = Counter(id for played in range(3) for id in fleet.draw_cohort(played, 0))
     assert max(cohorts.values()) > 1  # somebody came twice
     assert {id: memory.steps for (id, _), memory in run.server.memory.items()} == {
         id: times * math.ceil(data.size(id) / 4) for id, times in cohorts.items()
     }
-    assert not any(
-        memory.weights or memory.slots for memory in run.server.memory.values()
-    )  # a number each, no more
+    # a number each, no more
+    assert not any(memory.weights or memory.slots for memory in run.server.memory.values())
     for name, weight in by_hand(run, 3, method).items():
         torch.testing.assert_close(run.server.weights[name], weight, rtol=0, atol=1e-12)
 

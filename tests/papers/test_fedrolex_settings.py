@@ -7,11 +7,12 @@ import pytest
 import fedquilt as fq
 from fedquilt.cli import COMMANDS
 from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.schedules import Steps
 
-# batch size, learning rate, milestones: Tables 8 and 13 of partial training, and Table 9 of one common model
+# batch size, learning rate, milestones: Tables 8 and 13 of partial training, and Table 9 of one
+# common model
 TABLE_8 = {
     "fedrolex-cifar10-high": (10, 2e-4, (800, 1500)),
     "fedrolex-cifar10-low": (10, 2e-4, (800, 1250)),
@@ -41,16 +42,17 @@ FIGURE_4 = {
 }
 
 
-def numbers(local: Local) -> tuple[int, float, tuple[int, ...]]:
+def numbers(local: LocalTraining) -> tuple[int, float, tuple[int, ...]]:
     """What the tables vary; what they have in common is checked."""
     assert isinstance(local.schedule, Steps)
     assert (local.epochs, local.schedule.factor) == (1, 0.1)
-    assert local.optimiser == SGD(lr=local.optimiser.lr, momentum=0.9, decay=5e-4)
+    assert local.optimizer == SGD(lr=local.optimizer.lr, momentum=0.9, weight_decay=5e-4)
+    # section 4: static norms, a scaler after each convolution
     assert (local.norm.name, local.scaler) == (
         "post",
         True,
-    )  # section 4: static norms, a scaler after each convolution
-    return local.batch_size, local.optimiser.lr, local.schedule.milestones
+    )
+    return local.batch_size, local.optimizer.lr, local.schedule.milestones
 
 
 @pytest.mark.parametrize("kind", [FedRolex, HeteroFL, FedDropout])

@@ -13,7 +13,9 @@ from tests.conftest import with_local
 
 
 def widths(method, family, share):
-    (submodel,) = method.plan(Server(0, {}), fq.Client(0, fq.Budget(share=share), 1), World(family))
+    (submodel,) = method.plan(
+        Server(0, {}), fq.methods.api.Client(0, fq.Budget(share=share), 1), World(family)
+    )
     assert all(list(kept) == list(range(len(kept))) for kept in submodel.index.values())
     return submodel.arch.sizes
 
@@ -34,20 +36,20 @@ def test_a_share_keeps_its_floor_and_at_least_one_or_in_the_released_code_its_ce
 )
 def test_a_device_gets_what_was_trained_in_the_released_rounding_too(method, perceptron):
     world, budget = World(perceptron), fq.Budget(share=0.4)
-    trained = method.plan(Server(0, {}), fq.Client(0, budget, 1), world)[0]
+    trained = method.plan(Server(0, {}), fq.methods.api.Client(0, budget, 1), world)[0]
     assert method.deploy(Server(1, {}), budget, world)[0].arch == trained.arch
 
 
 def test_inputs_and_classes_are_never_cut(residual):
     submodel = HeteroFL().plan(
-        Server(0, {}), fq.Client(0, fq.Budget(share=0.25), 1), World(residual)
+        Server(0, {}), fq.methods.api.Client(0, fq.Budget(share=0.25), 1), World(residual)
     )[0]
     cut = residual.cutter.gather(residual.init(), submodel, residual.trainable)
     assert cut["stages.0.0.weight"].shape == (1, 1, 3, 3)
     assert cut["head.linear.weight"].shape == (4, 2)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_rows_of_classes_nobody_holds_keep_their_value(engine, perceptron, play, make_data):
     data = make_data(perceptron, (6, 6), labels=1)  # client 0 holds class 0, client 1 holds class 1
     assert [data.held(client, 3).tolist() for client in (0, 1)] == [
@@ -67,7 +69,7 @@ def test_a_row_is_averaged_over_the_clients_that_hold_its_class(perceptron, play
     data = make_data(perceptron, (6, 6), labels=1)
     run = play(method, perceptron, data, rounds=1)
     client = run.fleet.client(0, 0, 0, 6)
-    job = fq.Job(client, method.plan(Server(0, {}), client, run.world)[0], 0)
+    job = fq.methods.api.Job(client, method.plan(Server(0, {}), client, run.world)[0], 0)
     start = method.init(run.world)
     alone = method.fold(start, run.world)
     run.engine.train(run.federation, start, [job], alone)
@@ -105,7 +107,7 @@ def test_the_setting_of_the_paper_is_the_default():
     )
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_static_norms_are_measured_after_training_for_each_width(engine, residual, play, make_data):
     """No statistic is ever on the server; each width is tested with its own."""
     run = play(

@@ -42,7 +42,7 @@ def test_clients_train_the_largest_net_they_can_hold(residual, play, make_data):
 
 
 def test_a_client_that_never_took_part_has_its_initial_net(residual, play, make_data):
-    fleet = fq.Fleet.of((1.0,), 3, sample=1)
+    fleet = fq.Fleet.of((1.0,), 3, cohort=1)
     run = play(LocalOnly(), residual, make_data(residual, (4, 4, 4)), fleet=fleet, rounds=1)
     ((trained, _),) = run.server.memory
     idle = next(id for id in range(3) if id != trained)

@@ -1,4 +1,6 @@
-"""Once-for-all adversarial training (Wang et al., NeurIPS 2020), FedAvg's way: λ drawn by sample, FiLM after norms."""
+"""Once-for-all adversarial training (Wang et al., NeurIPS 2020), FedAvg's way: λ drawn by sample,
+FiLM after norms.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,6 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt import noise
-from fedquilt.config import Experiment
 from fedquilt.errors import ConfigError
 from fedquilt.family.dual import ConditionedNorm, adjustables
 from fedquilt.family.net import Pass
@@ -21,15 +22,16 @@ from fedquilt.methods import FedAvg, HeteroFL
 from fedquilt.models import PreResNet
 from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient
+from fedquilt.runs.experiment import Experiment
 from fedquilt.terms import Budget
 from tests.conftest import LOCAL, assert_same, with_local
 from tests.papers.test_splitmix_robust import NETS, by_hand, shaken
 
 LAMBDAS = (0.0, 0.1, 0.2, 0.3, 0.4, 1.0)  # the paper's
-OAT = fq.AdversarialTraining(LAMBDAS)
+OAT = fq.attacks.AdversarialTraining(LAMBDAS)
 
 
 def _net() -> nn.Module:
@@ -92,8 +94,10 @@ def test_conditioning_nets_are_cut_with_the_channels_they_scale(conditioned):
 
 
 def test_the_loss_by_hand(conditioned, make_data):
-    """(1 − λ)·CE(x | λ) + λ·CE(x + δ | λ), sample by sample; δ found through the net that is told λ."""
-    local = Local(adversarial=OAT)
+    """(1 − λ)·CE(x | λ) + λ·CE(x + δ | λ), sample by sample; δ found through the net that is told
+    λ.
+    """
+    local = LocalTraining(adversarial=OAT)
     learner = Learner((Phase(local.build_objective()),), local, 0.1)
     state = {name: value.double() for name, value in conditioned.init(0).items()}
     data, key = images(make_data, conditioned, (12,)), torch.tensor(5)
@@ -121,7 +125,7 @@ def test_the_loss_by_hand(conditioned, make_data):
         layer.robustness = chosen
     drawn = noise.uniform(noise.fold_in(key, -3), data.inputs.shape, data.inputs.dtype)
     attacked = by_hand(
-        lambda x: F.cross_entropy(net(x), data.targets), data.inputs, drawn, fq.PGD()
+        lambda x: F.cross_entropy(net(x), data.targets), data.inputs, drawn, fq.attacks.PGD()
     )
     clean, noised = (
         F.cross_entropy(net(x), data.targets, reduction="none") for x in (data.inputs, attacked)
@@ -159,7 +163,7 @@ def test_every_layout_gives_the_same_numbers(method, conditioned, make_data, pla
     assert {"standard/0.0", "robust/0.4"} <= set(truth.records[-1].grades.metrics)
     for layout in ("auto", "stack", "alone"):
         run = fq.prepare(
-            method, conditioned, data, fleet, "vectorised", precision="fp64", evaluation=how
+            method, conditioned, data, fleet, "vectorized", precision="fp64", evaluation=how
         )
         run.engine.layout = layout
         assert_same(truth, run.train(1))
@@ -175,7 +179,9 @@ def test_plain_training_of_a_conditioned_net_is_the_same_on_every_engine(
 
 
 def test_a_deployed_net_is_told_its_robustness(conditioned, make_data, play):
-    method = with_local(FedAvg(), batch_size=4, adversarial=OAT, optimiser=fq.SGD(lr=0.5))
+    method = with_local(
+        FedAvg(), batch_size=4, adversarial=OAT, optimizer=fq.optimizers.SGD(lr=0.5)
+    )
     run = play(method, conditioned, images(make_data, conditioned, (8, 8)))
     x = torch.rand(5, 1, 6, 6, dtype=torch.float64)
     module = run.deploy(Budget(share=0.5), robustness=1.0)
@@ -190,19 +196,19 @@ def test_what_does_not_fit_is_refused(residual, conditioned):
     ):
         method.init(World(residual))
     assert method.init(World(conditioned)).round == 0
-    with pytest.raises(ConfigError, match="normalises 3 dimensions at once"):
+    with pytest.raises(ConfigError, match="normalizes 3 dimensions at once"):
         fq.conditioned(nn.LayerNorm((1, 6, 6)))
     with pytest.raises(ConfigError, match="no weights to draw from"):
-        fq.AdversarialTraining(())
+        fq.attacks.AdversarialTraining(())
     settings = {
         "method": {"name": "fedavg", "local": {"adversarial": {"weight": [0, 0.5, 1]}}},
         "model": {"name": "tiny_resnet", "conditioned": True},
         "data": "digits",
     }
     asked = Experiment.of(settings)
-    assert asked.method.local.adversarial == fq.AdversarialTraining((0.0, 0.5, 1.0))
+    assert asked.method.local.adversarial == fq.attacks.AdversarialTraining((0.0, 0.5, 1.0))
     assert Experiment.of(tomllib.loads(asked.to_toml())) == asked
-    data, _ = asked.data.deal(2, 0)
+    data, _ = asked.data.federate(2, 0)
     assert asked.model.trace(data).conditioned
     with pytest.raises(ConfigError, match="with dual and with conditioned norms"):
         Experiment.of(

@@ -1,4 +1,6 @@
-"""ProgFed (Wang et al., ICML 2022): algorithm 1 line by line, what its strategies move, and what it reduces to."""
+"""ProgFed (Wang et al., ICML 2022): algorithm 1 line by line, what its strategies move, and what it
+reduces to.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,20 @@ from fedquilt.round.training.schedules import Cosine, Steps
 from tests.conftest import LOCAL, assert_same, start_of, with_local
 from tests.growing import SIZES, ThreeBlocks, growing, moved, part_of, parts, plain
 
-PLAIN = fq.SGD(lr=0.1, momentum=0.0)
-SHARP = fq.SGD(lr=0.1, momentum=0.9, decay=1e-2)
-ADAM = fq.Adam(lr=0.01, decay=1e-2)
+PLAIN = fq.optimizers.SGD(lr=0.1, momentum=0.0)
+SHARP = fq.optimizers.SGD(lr=0.1, momentum=0.9, weight_decay=1e-2)
+ADAM = fq.optimizers.Adam(lr=0.01, weight_decay=1e-2)
 STAGES = (1, 1, 2, 2, 3, 3)  # The stage of each round of `prepared`
 WARM = (False, False, True, False, True, False)
 
 
 def method(over: fq.Method = FedAvg(weighting="uniform"), **changes) -> ProgFed:
-    """Return ProgFed with two rounds for each of three stages; the first after growing is a warm-up."""
+    """Return ProgFed with two rounds for each of three stages; the first after growing is a
+    warm-up.
+    """
     local = {
         "batch_size": 4,
-        "optimiser": changes.pop("optimiser", SHARP),
+        "optimizer": changes.pop("optimizer", SHARP),
         **changes.pop("local", {}),
     }
     return ProgFed(**{"over": with_local(over, **local), "stage_rounds": 2, "warmup": 1, **changes})
@@ -39,7 +43,9 @@ def method(over: fq.Method = FedAvg(weighting="uniform"), **changes) -> ProgFed:
 def prepared(
     make_data, asked: ProgFed | None = None, engine: str = "sequential", **options
 ) -> fq.Run:
-    """Return a run of six rounds that has not begun, of four clients that are all asked in every round."""
+    """Return a run of six rounds that has not begun, of four clients that are all asked in every
+    round.
+    """
     family = growing()
     data = make_data(family, SIZES)
     fleet = options.pop("fleet", None) or fq.Fleet.of((1.0,), 4, 4)
@@ -50,14 +56,14 @@ def prepared(
     )
 
 
-def job_of(run: fq.Run, client: int, round: int) -> fq.Job:
+def job_of(run: fq.Run, client: int, round: int) -> fq.methods.api.Job:
     server = replace(run.server, round=round)
     device = run.fleet.client(client, round, 0, SIZES[client])
     (submodel,) = run.method.plan(server, device, run.world)
-    return fq.Job(device, submodel, round)
+    return fq.methods.api.Job(device, submodel, round)
 
 
-# --- algorithm 1 ------------------------------------------------------------------------------------------------
+# --- algorithm 1 --------------------------------------------------------------------------------
 
 
 class ByHand(nn.Module):
@@ -104,7 +110,9 @@ class ByHand(nn.Module):
 @pytest.mark.parametrize("kept", [False, True], ids=["fresh momentum", "kept momentum"])
 @pytest.mark.parametrize("engine", LOCAL)
 def test_algorithm_1_is_what_torch_computes_by_hand(engine, kept, make_data):
-    """Six rounds with growth (lines 4 to 8), warm-up (12, 13), local steps (15 to 17) and the mean (20)."""
+    """Six rounds with growth (lines 4 to 8), warm-up (12, 13), local steps (15 to 17) and the mean
+    (20).
+    """
     run = prepared(make_data, method(local={"keep_optimizer": kept}), engine)
     state = {name: value.clone() for name, value in run.server.weights.items()}
     clients = [ByHand(state) for _ in SIZES]
@@ -139,7 +147,9 @@ def test_algorithm_1_is_what_torch_computes_by_hand(engine, kept, make_data):
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_lines_5_and_6_shared_blocks_are_bit_identical_across_growth(engine, make_data):
-    """Growing changes nothing in the state: new blocks and heads are those of the start, old heads stay behind."""
+    """Growing changes nothing in the state: new blocks and heads are those of the start, old heads
+    stay behind.
+    """
     run = prepared(make_data, method(warmup=0), engine)
     start = {name: value.clone() for name, value in run.server.weights.items()}
     run.train(2)
@@ -153,12 +163,12 @@ def test_lines_5_and_6_shared_blocks_are_bit_identical_across_growth(engine, mak
     assert moved(grown, run.server.weights) == {"E1", "E2", "G2"}
 
 
-@pytest.mark.parametrize("optimiser", [SHARP, ADAM], ids=["momentum and decay", "adam"])
+@pytest.mark.parametrize("optimizer", [SHARP, ADAM], ids=["momentum and decay", "adam"])
 @pytest.mark.parametrize("engine", LOCAL)
 def test_line_13_frozen_weights_and_their_optimizer_state_do_not_change(
-    engine, optimiser, make_data
+    engine, optimizer, make_data
 ):
-    run = prepared(make_data, method(optimiser=optimiser, local={"keep_optimizer": True}), engine)
+    run = prepared(make_data, method(optimizer=optimizer, local={"keep_optimizer": True}), engine)
     for before in (2, 4):  # rounds that are over when a warm-up begins
         run.train(before)
         weights = dict(run.server.weights)
@@ -167,7 +177,7 @@ def test_line_13_frozen_weights_and_their_optimizer_state_do_not_change(
         stage = STAGES[before]
         assert moved(weights, run.server.weights) == {f"E{stage}", f"G{stage}"}
         for key, memory in run.server.memory.items():
-            assert set(memory.slots) == set(optimiser.slots)
+            assert set(memory.slots) == set(optimizer.slots)
             for slot, values in memory.slots.items():
                 old = slots[key][slot]
                 assert moved(old, values) == set()
@@ -194,7 +204,7 @@ def test_line_13_frozen_norm_statistics_do_not_change(engine, make_data):
 def test_line_20_every_client_counts_alike(make_data):
     """One client has nine samples and one has four; the default method does not weight by that."""
     assert ProgFed().over == FedAvg(weighting="uniform")
-    run = prepared(make_data, method(optimiser=PLAIN, warmup=0))
+    run = prepared(make_data, method(optimizer=PLAIN, warmup=0))
     trained = []
     for client in range(4):
         job = job_of(run, client, 0)
@@ -210,7 +220,7 @@ def test_line_20_every_client_counts_alike(make_data):
         torch.testing.assert_close(run.server.weights[name], mean, rtol=0, atol=1e-12)
 
 
-# --- T_s --------------------------------------------------------------------------------------------------------
+# --- T_s ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -273,7 +283,7 @@ def test_a_run_that_goes_on_for_longer_grows_when_it_did(tmp_path, make_data, pl
     assert [record.bytes_up for record in longer.records][2:] == [longer.records[2].bytes_up] * 3
 
 
-# --- learning rates ---------------------------------------------------------------------------------------------
+# --- learning rates -----------------------------------------------------------------------------
 
 
 def rates(asked: ProgFed, rounds: int) -> list[float]:
@@ -295,7 +305,9 @@ def test_the_schedule_begins_anew_with_every_stage_if_asked_for():
 
 
 def test_warm_up_outside_of_the_budget_has_the_initial_rate_and_does_not_age_the_schedule():
-    """As released: T_s rounds at the schedule's rates, and before them the warm-up at the initial one."""
+    """As released: T_s rounds at the schedule's rates, and before them the warm-up at the initial
+    one.
+    """
     steps = with_local(FedAvg(weighting="uniform"), schedule=Steps((1, 2, 3, 4, 5), 0.5))
     asked = ProgFed(steps, stage_rounds=2, warmup=2, extra_warmup=True)
     assert rates(asked, 10) == [1, 0.5, 1, 1, 0.25, 0.125, 1, 1, 0.0625, 0.03125]
@@ -307,7 +319,7 @@ def test_warm_up_outside_of_the_budget_with_restart():
 
 
 def test_clients_step_with_the_rate_of_their_round(make_data):
-    asked = method(over=HALVED, optimiser=PLAIN, restart=True)
+    asked = method(over=HALVED, optimizer=PLAIN, restart=True)
     run = prepared(make_data, asked)
     found = [run.method.learner(job_of(run, 0, round), run.world).lr for round in range(6)]
     assert found == pytest.approx([0.1, 0.05] * 3)
@@ -316,7 +328,7 @@ def test_clients_step_with_the_rate_of_their_round(make_data):
 def test_the_released_preset_is_that_of_the_code():
     released = ProgFed.preset("released")
     local = released.over.local
-    assert local.optimiser == fq.SGD(lr=0.1, momentum=0.9, decay=1e-4)
+    assert local.optimizer == fq.optimizers.SGD(lr=0.1, momentum=0.9, weight_decay=1e-4)
     assert local.schedule == Cosine(3000)
     assert local.keep_optimizer
     assert (released.over.weighting, released.warmup, released.extra_warmup, released.restart) == (
@@ -327,7 +339,7 @@ def test_the_released_preset_is_that_of_the_code():
     )
 
 
-# --- reductions -------------------------------------------------------------------------------------------------
+# --- reductions ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -337,9 +349,9 @@ def test_the_released_preset_is_that_of_the_code():
     ids=lambda inner: type(inner).__name__,
 )
 def test_with_one_stage_it_is_the_method_itself(inner, engine, residual, play, make_data):
-    inner = with_local(inner, batch_size=4, optimiser=SHARP)
+    inner = with_local(inner, batch_size=4, optimizer=SHARP)
     data = make_data(residual, SIZES, labels=2)
-    options = {"shares": (1.0, 0.5), "engine": engine, "evaluation": fq.Evaluation(local=True)}
+    options = {"shares": (1.0, 0.5), "engine": engine, "evaluation": fq.Evaluation(per_client=True)}
     alone = play(inner, residual, data, **options)
     grown = play(ProgFed(inner, stages=1), residual, data, **options)
     assert_same(alone, grown, atol=0.0)
@@ -347,7 +359,7 @@ def test_with_one_stage_it_is_the_method_itself(inner, engine, residual, play, m
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_end_to_end_is_the_method_itself(engine, play, make_data):
-    inner = with_local(HeteroFL(), batch_size=4, optimiser=SHARP)
+    inner = with_local(HeteroFL(), batch_size=4, optimizer=SHARP)
     data = make_data(growing(), SIZES, labels=2)
     options = {"shares": (1.0, 0.5), "engine": engine, "rounds": 3}
     alone = play(inner, plain(), data, **options)
@@ -369,7 +381,7 @@ def test_the_whole_model_starts_with_the_weights_that_it_has_without_stages():
         assert all(torch.equal(grown[name], value) for name, value in without.items())
 
 
-# --- what travels -----------------------------------------------------------------------------------------------
+# --- what travels -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -411,7 +423,9 @@ def test_a_stage_neither_receives_nor_sends_a_later_block(engine, norm, make_dat
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_stage_does_not_read_a_later_block(engine, make_data):
-    """Later blocks and heads may hold anything. NaN would reach every number that is computed from it."""
+    """Later blocks and heads may hold anything. NaN would reach every number that is computed from
+    it.
+    """
     run = prepared(make_data, method(warmup=0), engine)
     for round, stage in ((0, 1), (2, 2)):
         run.train(round)
@@ -430,7 +444,7 @@ def test_a_stage_does_not_read_a_later_block(engine, make_data):
         run.records.pop()
 
 
-# --- costs ------------------------------------------------------------------------------------------------------
+# --- costs --------------------------------------------------------------------------------------
 
 # Multiply-adds of a sample's forward pass: outputs × inputs × 9 × 16 positions, or outputs × inputs
 CONV1, CONV2, CONV3, HEAD, OUT = 4 * 1 * 9 * 16, 4 * 4 * 9 * 16, 6 * 4 * 9 * 16, 4 * 4, 4 * 6
@@ -448,9 +462,11 @@ CONV1, CONV2, CONV3, HEAD, OUT = 4 * 1 * 9 * 16, 4 * 4 * 9 * 16, 6 * 4 * 9 * 16,
     ids=["stage 1", "warm-up of 2", "stage 2", "warm-up of 3", "stage 3"],
 )
 def test_a_real_step_costs_what_is_counted(round, forward, through, first, make_data):
-    """A backward pass costs two forward ones, except that the first layer needs no gradient of its inputs.
+    """A backward pass costs two forward ones, except that the first layer needs no gradient of its
+    inputs.
 
-    So in a warm-up there is none through the blocks that only feed the new one, and none of their weights.
+    So in a warm-up there is none through the blocks that only feed the new one, and none of their
+    weights.
     """
     run = prepared(make_data)
     job = job_of(run, 1, round)  # which has one batch of four samples
@@ -465,7 +481,7 @@ def test_a_real_step_costs_what_is_counted(round, forward, through, first, make_
     assert counter.get_total_flops() == 2 * 4 * (forward + 2 * through - first)
 
 
-# --- Table 5 ----------------------------------------------------------------------------------------------------
+# --- Table 5 ------------------------------------------------------------------------------------
 
 ALL = {"E1", "E2", "E3", "G3"}
 
@@ -527,7 +543,7 @@ def test_table_5_random_draws_a_stage_each_round_until_the_whole_model_is_traine
 
 
 def test_table_5_mixed_adds_the_losses_of_both_heads(make_data):
-    run = prepared(make_data, method(strategy="mixed", warmup=0, optimiser=PLAIN))
+    run = prepared(make_data, method(strategy="mixed", warmup=0, optimizer=PLAIN))
     job = job_of(run, 1, 0)
     learner = run.method.learner(job, run.world)
     (rows,) = run.engine.batches(job, learner)
@@ -542,7 +558,7 @@ def test_table_5_mixed_adds_the_losses_of_both_heads(make_data):
             )
 
 
-# --- bad input --------------------------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

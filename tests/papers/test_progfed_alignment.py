@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.alignment import measure_alignment
 from fedquilt.engines import ENGINES
 from fedquilt.errors import ConfigError
 from fedquilt.methods import FedAvg, HeteroFL, ProgFed, SplitMix
 from fedquilt.methods.alignment import Alignment, align
+from fedquilt.runs.alignment import measure_alignment
 
 SIZES = (7, 4, 9, 5)
-SMALL = fq.Local(batch_size=4, optimiser=fq.SGD(lr=0.1))
+SMALL = fq.LocalTraining(batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1))
 
 
 class TwoBlocks(nn.Module):
@@ -66,7 +66,9 @@ def linear(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
 
 
 def by_hand(run: fq.Run) -> tuple[float, float]:
-    """Return alpha and q of stage 1, from the definitions: losses over all samples, and torch.autograd."""
+    """Return alpha and q of stage 1, from the definitions: losses over all samples, and
+    torch.autograd.
+    """
     weights = {
         name: value.detach().clone().requires_grad_() for name, value in run.server.weights.items()
     }
@@ -89,7 +91,7 @@ def by_hand(run: fq.Run) -> tuple[float, float]:
     return alpha, float(of_whole.norm() / (alpha * of_stage.norm()))
 
 
-# --- equation 11 -------------------------------------------------------------------------------
+# --- equation 11 --------------------------------------------------------------------------------
 
 
 def test_equation_11_on_two_gradients_by_hand():
@@ -118,7 +120,7 @@ def test_a_stage_against_the_whole_model_has_no_finite_discrepancy():
     assert math.isnan(q)
 
 
-# --- in a run ----------------------------------------------------------------------------------
+# --- in a run -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rounds", [0, 1])
@@ -152,7 +154,9 @@ def test_alpha_and_q_are_1_in_the_last_phase(name, make_data, request):
 
 
 def test_batch_norm_uses_the_statistics_of_the_batch(normed, make_data):
-    """In the training pass statistics are those of the batch, so that other batches give other gradients."""
+    """In the training pass statistics are those of the batch, so that other batches give other
+    gradients.
+    """
     data = make_data(normed, SIZES)
     small, large = (
         measure_alignment(begin(normed, data, evaluation=fq.Evaluation(batch_size=b)))
@@ -173,7 +177,7 @@ def test_the_whole_width_is_measured_whatever_clients_train(blocks, make_data):
     assert found.q == pytest.approx(q, rel=1e-12)
 
 
-# --- in records --------------------------------------------------------------------------------
+# --- in records ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"ray"}))
@@ -202,7 +206,7 @@ def test_a_figure_that_is_not_finite_is_left_out_of_records(blocks, make_data):
     assert not {"none", "endless"} & set(metrics)
 
 
-# --- what is refused ---------------------------------------------------------------------------
+# --- what is refused ----------------------------------------------------------------------------
 
 
 def test_a_state_of_several_nets_is_refused(blocks, make_data):

@@ -1,11 +1,13 @@
-"""What growing saves, counted: Table 2 (FLOPs), Table 3 (cost reduction) and Table 10 (ratios) of ProgFed."""
+"""What growing saves, counted: Table 2 (FLOPs), Table 3 (cost reduction) and Table 10 (ratios) of
+ProgFed.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from fedquilt.config import Experiment
 from fedquilt.errors import ConfigError
+from fedquilt.runs.experiment import Experiment
 from fedquilt.studies.growth import total_cost
 from fedquilt.studies.measures import MEASURES
 from fedquilt.studies.papers import parsed_preset
@@ -34,7 +36,7 @@ def saved(stages, lengths):
     return 1 - spent / (stages[-1] * sum(lengths))
 
 
-# --- Table 3 ----------------------------------------------------------------------------------------
+# --- Table 3 ------------------------------------------------------------------------------------
 
 
 def test_cifar10_cnn():
@@ -68,7 +70,9 @@ def test_emnist_cnn():
     [("warm-up inside the rounds", 33.57, 33.44), ("warm-up on top of the rounds", 32.48, 32.35)],
 )
 def test_resnet18_with_warm_up(row, uploads_new, uploads_all):
-    """In warm-up all weights are downloaded and new ones uploaded. If all were uploaded, up would be as down."""
+    """In warm-up all weights are downloaded and new ones uploaded. If all were uploaded, up would
+    be as down.
+    """
     found = counted("table3-costs", f"CIFAR-100, ResNet-18, {row}")
     assert blocks(found) == [149_824, 525_568, 2_099_712, 8_393_728]
     assert found["params"]["whole"] == 11_220_132
@@ -79,14 +83,16 @@ def test_resnet18_with_warm_up(row, uploads_new, uploads_all):
 @pytest.mark.slow
 @pytest.mark.parametrize(("growth", "part"), [("symmetric", 66.95), ("asymmetric", 2.97)])
 def test_unet(growth, part):
-    """The first asymmetric stage has 0.908 of all parameters: one of 100 rounds is Figure 17's 0.908 %."""
+    """The first asymmetric stage has 0.908 of all parameters: one of 100 rounds is Figure 17's
+    0.908 %.
+    """
     found = counted("table3-costs", f"BraTS, 3D U-Net, {growth}")
     assert percent(found["saved"]["bytes"]) == part
     if growth == "asymmetric":
         assert found["first_share"] == pytest.approx(0.908, abs=0.0005)
 
 
-# --- Table 2 ----------------------------------------------------------------------------------------
+# --- Table 2 ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -103,7 +109,7 @@ def test_multiply_adds_of_200_epochs(net, part):
     assert percent(counted("table2-costs", net)["saved"]["macs"]) == part
 
 
-# --- Table 10 ---------------------------------------------------------------------------------------
+# --- Table 10 -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -111,7 +117,9 @@ def test_multiply_adds_of_200_epochs(net, part):
     "row", ["float", "LQ-8", "LQ-4", "LQ-2", "SP-25", "SP-10", "LQ-8 + SP-25", "LQ-8 + SP-10"]
 )
 def test_upload_ratios(row):
-    """The baseline's row is the paper's up to headers, and that of ProgFed is it times what growing uploads."""
+    """The baseline's row is the paper's up to headers, and that of ProgFed is it times what growing
+    uploads.
+    """
     (printed,) = [
         one.paper[0] for one in parsed_preset("progfed/table10-ratios").rows if one.name == row
     ]
@@ -121,13 +129,13 @@ def test_upload_ratios(row):
     assert ratio["growing"] / ratio["whole"] == pytest.approx(1 - 0.33706, abs=2e-4)
 
 
-# --- the same numbers as a run ----------------------------------------------------------------------
+# --- the same numbers as a run ------------------------------------------------------------------
 
 SMALL = {
     "rounds": 6,
     "model": "tiny_resnet",
     "data": {"name": "generated", "shape": [1, 8, 8], "train": 30, "test": 10},
-    "fleet": {"clients": 4, "sample": 2, "budgets": {"name": "uniform", "shares": [1.0]}},
+    "fleet": {"clients": 4, "cohort": 2, "budgets": {"name": "uniform", "shares": [1.0]}},
     "evaluation": {"every": 0},
 }
 

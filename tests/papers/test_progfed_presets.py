@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedquilt.config import Experiment
 from fedquilt.data import Iid
 from fedquilt.methods import FedAvg, FedProx, HeteroFL, ProgFed
 from fedquilt.round.training.schedules import Cosine
+from fedquilt.runs.experiment import Experiment
 from fedquilt.studies.papers import papers, parsed_preset, read_preset
 from tests.conftest import load_example
 
@@ -82,7 +82,7 @@ def test_cifar10_has_table_6_and_the_released_local_settings(resolve):
         assert (local.crop, local.flip, local.schedule) == (4, True, Cosine(rounds))
         assert baseline.method.weighting == "uniform"
         assert grown.method.settled(rounds).lengths(4) == (rounds // 8,) * 3 + (rounds * 5 // 8,)
-        assert (baseline.fleet.clients, baseline.fleet.sample) == (100, 10)
+        assert (baseline.fleet.clients, baseline.fleet.cohort) == (100, 10)
         assert baseline.data.partition == Iid()
 
 

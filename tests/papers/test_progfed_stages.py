@@ -1,4 +1,6 @@
-"""ProgFed (Wang et al., ICML 2022): blocks E_1..E_S, heads G_1..G_S, and the parameters that growing saves."""
+"""ProgFed (Wang et al., ICML 2022): blocks E_1..E_S, heads G_1..G_S, and the parameters that
+growing saves.
+"""
 
 from __future__ import annotations
 
@@ -100,11 +102,13 @@ def test_equation_2_holds_for_a_residual_stage_that_is_cut_to_a_quarter() -> Non
     assert torch.allclose(made(x), by_hand, atol=1e-5)
 
 
-# --- parameters, counted ---------------------------------------------------------------------------------------------
+# --- parameters, counted ------------------------------------------------------------------------
 
 
 def saved(sizes: list[StageSize], rounds: int, per_stage: int, heads: bool = True) -> float:
-    """Return the percentage of the bytes that growing saves, in a run of `rounds` with `per_stage` for each stage."""
+    """Return the percentage of the bytes that growing saves, in a run of `rounds` with `per_stage`
+    for each stage.
+    """
     *early, _ = sizes
     total = sum(size.block for size in sizes) + sizes[-1].head
     sent = total * (rounds - per_stage * len(early))

@@ -38,9 +38,11 @@ from tests.pairs import (
     trained_pairs,
 )
 
-SHARP = fq.SGD(lr=0.1, momentum=0.9, decay=1e-2)
-LOCAL = fq.Local(batch_size=4, epochs=2, optimiser=SHARP)
-ONE_STEP = ServerTraining(fq.SGD(lr=0.1, momentum=0.0), batch_size=16, steps=1, held_back=0.3)
+SHARP = fq.optimizers.SGD(lr=0.1, momentum=0.9, weight_decay=1e-2)
+LOCAL = fq.LocalTraining(batch_size=4, epochs=2, optimizer=SHARP)
+ONE_STEP = ServerTraining(
+    fq.optimizers.SGD(lr=0.1, momentum=0.0), batch_size=16, steps=1, held_back=0.3
+)
 NUM_PUBLIC = 10
 PAIR = ("big", WHOLE)
 
@@ -104,11 +106,13 @@ def pair_state(family: fq.Family) -> dict[str, Tensor]:
     }
 
 
-# --- equations 2 to 5 ----------------------------------------------------------------------------------------------
+# --- equations 2 to 5 ---------------------------------------------------------------------------
 
 
 def test_equations_2_and_3_by_hand():
-    """Two samples of three classes. KL(p ‖ q) and KL(q ‖ p) differ, so that swapped arguments would be noticed."""
+    """Two samples of three classes. KL(p ‖ q) and KL(q ‖ p) differ, so that swapped arguments would
+    be noticed.
+    """
     family = perceptrons(big=4)
     member = family.member(pair(family, "big"))
     p = torch.tensor([[0.5, 0.25, 0.25], [0.6, 0.3, 0.1]], dtype=torch.float64)
@@ -142,7 +146,9 @@ def test_divergences_of_unequal_nets_differ_by_direction():
 
 
 def test_one_backward_pass_gives_the_gradients_of_equations_4_and_5_on_separate_nets():
-    """Each loss treats the other net's output as a constant, so that no weight has a part of the other loss."""
+    """Each loss treats the other net's output as a constant, so that no weight has a part of the
+    other loss.
+    """
     family = plain_pairs()
     state = pair_state(family)
     loss, grads = gradients_of(Mutual(TaskLoss(), PAIR), family, state)
@@ -223,7 +229,7 @@ def test_without_weight_the_knowledge_net_is_that_of_fedavg(order, make_data):
         torch.testing.assert_close(value, plain.server.weights[name], rtol=0, atol=1e-12)
 
 
-# --- local training against plain loops ----------------------------------------------------------------------------
+# --- local training against plain loops ---------------------------------------------------------
 
 
 def stepped(run: fq.Run, job: Job, order: str) -> dict[str, Tensor]:
@@ -293,7 +299,7 @@ def test_in_turn_differs_from_together(make_data):
 def test_the_released_steps_are_those_of_a_loop_that_lets_gradients_accumulate(make_data):
     """The private net steps, then the knowledge net with the gradients of both squared differences."""
     family = plain_pairs()
-    local = replace(LOCAL, optimiser=fq.SGD(lr=0.1, momentum=0.0))
+    local = replace(LOCAL, optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.0))
     method = RaFL.preset("released", local=local)
     data = make_data(family, SIZES)
     run = start(method, family, data)
@@ -319,7 +325,7 @@ def test_the_released_steps_are_those_of_a_loop_that_lets_gradients_accumulate(m
             torch.testing.assert_close(kept[f"{net}.{key}"], value.detach(), rtol=0, atol=1e-12)
 
 
-# --- equations 6 and 7 ---------------------------------------------------------------------------------------------
+# --- equations 6 and 7 --------------------------------------------------------------------------
 
 
 def received(run: fq.Run) -> list[Update]:
@@ -339,7 +345,9 @@ def received(run: fq.Run) -> list[Update]:
 
 @pytest.mark.parametrize("combined", ["mean", "maximum"])
 def test_equation_7_and_the_ensemble_by_hand(combined, make_data):
-    """The teacher is the mean of logits, every net once, or their maximum. The server takes one step from the mean."""
+    """The teacher is the mean of logits, every net once, or their maximum. The server takes one
+    step from the mean.
+    """
     family = plain_pairs()
     method = RaFL(local=LOCAL, distil=True, server_training=ONE_STEP, ensemble=combined)
     run = start(method, family, make_data(family, SIZES, public=NUM_PUBLIC))
@@ -382,7 +390,9 @@ def test_equation_7_and_the_ensemble_by_hand(combined, make_data):
 
 
 def test_without_public_data_the_server_takes_the_plain_average(make_data):
-    """Equation 6 is FedAvg of the knowledge nets, and public samples that nobody asks for change nothing."""
+    """Equation 6 is FedAvg of the knowledge nets, and public samples that nobody asks for change
+    nothing.
+    """
     family = plain_pairs()
     runs = [
         start(RaFL(local=LOCAL), family, make_data(family, SIZES, public=public)).train(2)
@@ -404,7 +414,9 @@ def test_distillation_without_public_samples_is_refused(make_data):
 
 
 def test_the_released_loss_of_the_server_has_the_gradient_of_its_own_formula():
-    """nn.KLDivLoss is given the teacher's probabilities, which are no logarithms, and the student's as the target."""
+    """nn.KLDivLoss is given the teacher's probabilities, which are no logarithms, and the student's
+    as the target.
+    """
     generator = torch.Generator().manual_seed(2)
     student = torch.randn(5, 3, generator=generator).double().requires_grad_()
     teacher = torch.randn(5, 3, generator=generator).double()
@@ -418,12 +430,14 @@ def test_the_released_loss_of_the_server_has_the_gradient_of_its_own_formula():
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
-# --- costs ---------------------------------------------------------------------------------------------------------
+# --- costs --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", [RaFL(), RaFL(order="in_turn"), RaFL.preset("released")])
 def test_multiply_adds_of_a_step_are_those_that_torch_counts(method):
-    """The first layer of a net needs no gradient of its inputs, which the rule of three forward passes counts."""
+    """The first layer of a net needs no gradient of its inputs, which the rule of three forward
+    passes counts.
+    """
     family = plain_pairs()
     member = family.member(pair(family, "big"))
     world = fq.prepare(
@@ -443,12 +457,10 @@ def test_multiply_adds_of_a_step_are_those_that_torch_counts(method):
     with FlopCounterMode(display=False) as counter:
         for phase in learner.phases:
             gradient(learner, member, phase.objective, state, Received(state), batch)
-    skipped = sum(
-        4 * 4 * hidden for hidden in (8, 3)
-    )  # Samples, inputs and hidden channels of each first layer
-    extra = (
-        4 * nets["big"].macs if learner.taught else 0
-    )  # The teacher's run before the batch is not in the phases
+    # Samples, inputs and hidden channels of each first layer
+    skipped = sum(4 * 4 * hidden for hidden in (8, 3))
+    # The teacher's run before the batch is not in the phases
+    extra = 4 * nets["big"].macs if learner.taught else 0
     assert counter.get_total_flops() // 2 + skipped + extra == learner.macs(member, [4])
 
 
@@ -461,7 +473,7 @@ def test_memory_of_a_step_is_that_of_both_nets():
     assert both.training_memory(step) == sum(member.training_memory(step) for member in alone)
 
 
-# --- limits --------------------------------------------------------------------------------------------------------
+# --- limits -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -517,7 +529,7 @@ def test_one_architecture_is_refused(perceptron, make_data):
 
 def test_norms_that_stay_on_clients_are_refused():
     with pytest.raises(ConfigError, match="The knowledge net travels with all of its weights"):
-        RaFL(local=fq.Local(norm="local-all"))
+        RaFL(local=fq.LocalTraining(norm="per_client-all"))
 
 
 def test_eight_architectures_make_eight_groups(make_data):
@@ -526,12 +538,12 @@ def test_eight_architectures_make_eight_groups(make_data):
     data = make_data(family, [4] * 16)
     fleet = fq.Fleet.of(limits(family, *hidden), 16, 16)
     run = fq.run(
-        RaFL(local=LOCAL), family, data, fleet, "vectorised", 1, evaluation=fq.Evaluation(every=0)
+        RaFL(local=LOCAL), family, data, fleet, "vectorized", 1, evaluation=fq.Evaluation(every=0)
     )
     assert run.records[0].stacks == 8
 
 
-# --- what is reported ----------------------------------------------------------------------------------------------
+# --- what is reported ---------------------------------------------------------------------------
 
 
 def test_what_is_reported_by_limit_is_what_plain_modules_give(make_data):
@@ -581,7 +593,9 @@ def test_few_clients_are_tested_of_many(make_data):
 
 
 def test_the_summary_has_utilisation_and_the_real_cost_of_pairs(make_data):
-    """Two devices with a limit of 60 multiply-adds and two of 100: the nets have 35 and 56, the knowledge net 21."""
+    """Two devices with a limit of 60 multiply-adds and two of 100: the nets have 35 and 56, the
+    knowledge net 21.
+    """
     family = plain_pairs()
     budgets = [fq.Budget(macs=60), fq.Budget(macs=100)]
     run = start(RaFL(local=LOCAL), family, make_data(family, SIZES), budgets=budgets)
@@ -639,7 +653,7 @@ def test_weights_that_devices_cannot_draw_are_told(family, transfer, warns, make
     )
 
 
-# --- client states -------------------------------------------------------------------------------------------------
+# --- client states ------------------------------------------------------------------------------
 
 
 def test_the_servers_state_has_the_knowledge_net_alone(make_data):
@@ -690,16 +704,16 @@ def test_a_state_of_another_architecture_is_kept_and_a_new_one_started(make_data
     run.fleet = small
     run.train(3)
     after = of_net(dict(run.server.memory[1, ""].weights), "small")
-    assert not any(
-        torch.equal(value, after[name]) for name, value in before.items()
-    )  # It was trained on.
+    # It was trained on.
+    assert not any(torch.equal(value, after[name]) for name, value in before.items())
     assert not caplog.records
 
 
 def test_deleting_one_clients_state_affects_that_client_only(make_data):
     family = plain_pairs()
     data = make_data(family, SIZES)
-    # Equal knowledge nets at the start of the second round, so that clients differ by their own states alone.
+    # Equal knowledge nets at the start of the second round, so that clients differ by their own
+    # states alone.
     run, other = (start(RaFL(local=LOCAL), family, data).train(1) for _ in range(2))
     del other.server.memory[2, ""]
     run.train(2)

@@ -1,4 +1,6 @@
-"""The presets of RaFL's tables and figures: counted bytes, utilisations, the paper's numbers and settings."""
+"""The presets of RaFL's tables and figures: counted bytes, utilisations, the paper's numbers and
+settings.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedquilt.config import Experiment
 from fedquilt.data import Dirichlet, Natural
 from fedquilt.errors import ConfigError, DataError
-from fedquilt.fleets import FlopLimited, Uniform
+from fedquilt.fleets.budgets import FlopLimited, Uniform
 from fedquilt.methods import FedAvg, FedNova, FedProx, RaFL
 from fedquilt.round.training.optimizers import SGD
+from fedquilt.runs.experiment import Experiment
 from fedquilt.studies.measures import MEASURES
 from fedquilt.studies.papers import papers, parsed_preset, read_preset
 from fedquilt.studies.values import Value
@@ -67,7 +69,7 @@ def test_every_preset_is_sound() -> None:
         assert preset.notes
 
 
-# --- Table 1: bytes of a round, counted ----------------------------------------------------------------------------
+# --- Table 1: bytes of a round, counted ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_a_round_of_rafl_has_the_bytes_of_its_knowledge_net() -> None:
     assert found["round_bytes"] < 0.837 * GIB
 
 
-# --- Table 3: utilisation ------------------------------------------------------------------------------------------
+# --- Table 3: utilisation -----------------------------------------------------------------------
 
 
 def test_the_utilisations_of_table_3_follow_from_its_columns() -> None:
@@ -168,7 +170,7 @@ def test_eight_nets_use_most_of_the_limits(space: str, mean: str, strategy: str)
     assert found["nets"] <= 8
 
 
-# --- settings ------------------------------------------------------------------------------------------------------
+# --- settings -----------------------------------------------------------------------------------
 
 
 def test_figure_2_has_the_settings_of_its_page(resolve) -> None:
@@ -178,8 +180,8 @@ def test_figure_2_has_the_settings_of_its_page(resolve) -> None:
             local = experiment.method.local
             assert experiment.rounds == rounds
             assert experiment.data.partition == Dirichlet(0.5, min_size=10)
-            assert (experiment.fleet.clients, experiment.fleet.sample) == (100, 10)
-            assert (local.epochs, local.batch_size, local.optimiser) == (
+            assert (experiment.fleet.clients, experiment.fleet.cohort) == (100, 10)
+            assert (local.epochs, local.batch_size, local.optimizer) == (
                 5,
                 64,
                 SGD(lr=0.05, momentum=0.0),
@@ -228,9 +230,9 @@ def test_other_figures_vary_what_they_are_about(resolve) -> None:
     assert sizes == [19e6, 28e6, 51e6]
     writers = resolve("figure6")
     assert all(one.data.partition == Natural() for one in writers.values())
-    assert {(one.fleet.clients, one.fleet.sample) for one in writers.values()} == {(539, 54)}
+    assert {(one.fleet.clients, one.fleet.cohort) for one in writers.values()} == {(539, 54)}
     mobile = resolve("figure2-mobilenet")
-    assert {(one.fleet.clients, one.fleet.sample) for one in mobile.values()} == {(30, 12)}
+    assert {(one.fleet.clients, one.fleet.cohort) for one in mobile.values()} == {(30, 12)}
     assert isinstance(mobile["RaFL (b), public data"].fleet.budgets, FlopLimited)
     assert (
         resolve("figure2")["RaFL (a)"].method
@@ -238,14 +240,17 @@ def test_other_figures_vary_what_they_are_about(resolve) -> None:
     )
 
 
-# --- supernet files ------------------------------------------------------------------------------------------------
+# --- supernet files -----------------------------------------------------------------------------
 
 
 def test_a_missing_supernet_is_named_with_the_command_that_makes_it(folder: Path) -> None:
     (folder / "resnet50.safetensors").unlink()
     with pytest.raises(DataError) as caught:
         parsed_preset("rafl/figure2").rows_at("full", folder)
-    command = f"fedquilt supernet train resnet50 --data public.npz --out {folder / 'resnet50.safetensors'}"
+    command = (
+        "fedquilt supernet train resnet50 --data public.npz --out "
+        f"{folder / 'resnet50.safetensors'}"
+    )
     assert command in str(caught.value)
     assert parsed_preset("rafl/figure2").rows_at("smoke", folder)  # which needs none
 

@@ -1,4 +1,6 @@
-"""Each method at its neutral value is the simpler method: float64, two rounds, every engine (methods.md)."""
+"""Each method at its neutral value is the simpler method: float64, two rounds, every engine
+(methods.md).
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from fedquilt.methods import (
 from fedquilt.round.merge import ServerMomentum
 from tests.conftest import LOCAL, assert_same, with_local
 
-PLAIN = fq.Local(batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.0))
-ROLLING = fq.SGD(lr=0.1, momentum=0.9, decay=1e-3)
+PLAIN = fq.LocalTraining(batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.0))
+ROLLING = fq.optimizers.SGD(lr=0.1, momentum=0.9, weight_decay=1e-3)
 RAGGED = (7, 4, 9, 5, 8, 4)
 
 REDUCTIONS = {
@@ -81,7 +83,7 @@ def test_reductions(name, family, engine, play, make_data):
     special, general, shares, sizes, atol = REDUCTIONS[name]
     if "no momentum" not in name:
         special, general = (
-            with_local(m, optimiser=ROLLING, batch_size=4) for m in (special, general)
+            with_local(m, optimizer=ROLLING, batch_size=4) for m in (special, general)
         )
     data = make_data(family, sizes, labels=2)
     runs = [play(method, family, data, shares, engine=engine) for method in (special, general)]
@@ -102,7 +104,7 @@ def test_fedavgm_with_rate_1_and_without_momentum_is_fedavg(perceptron, play, ma
     data = make_data(perceptron, RAGGED)
     momentum_run, mean_run = (
         play(with_local(method, batch_size=4), perceptron, data, (1.0,))
-        for method in (FedAvgM(server=ServerMomentum(lr=1.0, momentum=0.0)), FedAvg())
+        for method in (FedAvgM(server_optimizer=ServerMomentum(lr=1.0, momentum=0.0)), FedAvg())
     )
     weights = [dict(run.server.weights) for run in (momentum_run, mean_run)]
     torch.testing.assert_close(*weights, rtol=0, atol=1e-12)

@@ -1,4 +1,6 @@
-"""The presets named after released codes: two rounds against the authors' formulas, written out in plain torch."""
+"""The presets named after released codes: two rounds against the authors' formulas, written out in
+plain torch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ ROUNDS = 2
 
 
 class Net(nn.Module):
-    """Two convolutions, each behind it a norm, and an output layer; of 10 and 6 channels a share of 0.3 is no whole."""
+    """Two convolutions, each behind it a norm, and an output layer; of 10 and 6 channels a share of
+    0.3 is no whole.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +127,9 @@ def prefixes(share: float, round: int) -> Cut:
 
 
 def rolling(share: float, round: int) -> Cut:
-    """FedRolex's code: torch.roll by the round, so that the window moves backwards, then the first ceil(share · K)."""
+    """FedRolex's code: torch.roll by the round, so that the window moves backwards, then the first
+    ceil(share · K).
+    """
     return tuple(torch.arange(size).roll(round)[: math.ceil(share * size)] for size in (10, 6))
 
 
@@ -138,16 +144,16 @@ def zeros(weights: Weights) -> Weights:
     return {name: torch.zeros_like(weight) for name, weight in weights.items()}
 
 
-def trained(w: Weights, batches, loss, optimiser, clip: float) -> Weights:
+def trained(w: Weights, batches, loss, optimizer, clip: float) -> Weights:
     """One step a batch: backward, clip the norm of the whole gradient, step."""
     own = {name: weight.clone().requires_grad_() for name, weight in w.items()}
-    optimiser = optimiser(list(own.values()))
+    optimizer = optimizer(list(own.values()))
     for x, y in batches:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss(own, x, y).backward()
         if clip:
             torch.nn.utils.clip_grad_norm_(own.values(), clip)
-        optimiser.step()
+        optimizer.step()
     return {name: weight.detach() for name, weight in own.items()}
 
 
@@ -172,7 +178,7 @@ def drawn(method: FedDropout, rounds: Rounds):
 
 
 @pytest.mark.parametrize(
-    ("method", "optimiser", "epochs"),
+    ("method", "optimizer", "epochs"),
     [
         (HeteroFL.preset("released"), sgd, 5),
         (HeteroFL.preset("released-iid"), sgd, 5),
@@ -181,8 +187,10 @@ def drawn(method: FedDropout, rounds: Rounds):
     ],
     ids=["heterofl", "heterofl-iid", "fedrolex", "feddropout"],
 )
-def test_partial_training_and_its_merge(method, optimiser, epochs, rounds):
-    """Scaler, masked loss, clip at 1; the mean over holders, in output rows over clients that have the label."""
+def test_partial_training_and_its_merge(method, optimizer, epochs, rounds):
+    """Scaler, masked loss, clip at 1; the mean over holders, in output rows over clients that have
+    the label.
+    """
     played = rounds(method)
     chosen = {HeteroFL: prefixes, FedRolex: rolling}
     cut = chosen[type(method)] if type(method) in chosen else drawn(method, played)
@@ -196,7 +204,7 @@ def test_partial_training_and_its_merge(method, optimiser, epochs, rounds):
             return F.cross_entropy(masked(logits(own, x, share), labels), y)
 
         own = trained(
-            {name: weight[at[name]] for name, weight in w.items()}, batches, loss, optimiser, 1.0
+            {name: weight[at[name]] for name, weight in w.items()}, batches, loss, optimizer, 1.0
         )
         for name, weight in own.items():
             rows = (
@@ -215,7 +223,9 @@ def test_partial_training_and_its_merge(method, optimiser, epochs, rounds):
 
 @pytest.mark.parametrize("name", ["released", "cifar10-released"])
 def test_slimmable_training_and_its_merge(name, rounds):
-    """Summed losses of all affordable widths; the widest net counts data × widths wherever it has a position."""
+    """Summed losses of all affordable widths; the widest net counts data × widths wherever it has a
+    position.
+    """
     method = SHeteroFL.preset(name, widths=(1.0, 0.5, 0.3))
     played = rounds(method)
     w, sums, counts = played.start, zeros(played.start), zeros(played.start)
@@ -239,8 +249,8 @@ def test_slimmable_training_and_its_merge(name, rounds):
 
         at = places(w, floor(share))
         falling = 0.05 * (1 + math.cos(math.pi * round / 300))
-        optimiser = partial(sgd, lr=falling if name == "released" else 0.1)
-        own = trained({n: weight[at[n]] for n, weight in w.items()}, batches, loss, optimiser, 0.0)
+        optimizer = partial(sgd, lr=falling if name == "released" else 0.1)
+        own = trained({n: weight[at[n]] for n, weight in w.items()}, batches, loss, optimizer, 0.0)
         for n, weight in own.items():
             sums[n][at[n]] += SIZES[id] * len(widths) * weight
             counts[n][at[n]] += SIZES[id] * len(widths)
@@ -259,10 +269,11 @@ def test_schedules_crops_and_norms_are_the_released_ones():
     assert scheduled(HeteroFL.preset("released-iid"), 149, 150, 250) == pytest.approx(
         [1, 0.1, 0.01]
     )
+    # rounds count from 0, and the scheduler steps once before the first
     for kind in (
         FedRolex,
         FedDropout,
-    ):  # rounds count from 0, and the scheduler steps once before the first
+    ):
         assert scheduled(kind.preset("released-settings"), 1198, 1199) == pytest.approx([1, 0.25])
         assert scheduled(kind.preset("released-settings-iid"), 798, 799, 1199) == pytest.approx(
             [1, 0.25, 0.0625]

@@ -1,13 +1,10 @@
-"""`fedquilt reproduce PAPER/TABLE --scale smoke`: every preset runs, without data, and ends with its table."""
+"""`fedquilt reproduce PAPER/TABLE --scale smoke`: every preset runs, without data, and ends with
+its table.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-import venv
 from pathlib import Path
 
 import pytest
@@ -15,11 +12,11 @@ import pytest
 from fedquilt.cli import main
 from fedquilt.studies.papers import presets, read_preset
 
-ROOT = Path(__file__).parents[2]
+# These two run in `make test`, all others in `make test-all`.
 QUICK = (
     "fedrolex/table7",
     "fedrescue/table3",
-)  # These two run in `make test`, all others in `make test-all`.
+)
 
 
 @pytest.mark.parametrize(
@@ -98,60 +95,3 @@ def test_rows_seeds_and_settings_can_be_chosen(tmp_path, monkeypatch, capsys):
     folders = sorted(path.name for path in Path("mine").glob("FedRolex*/seed*"))
     assert folders == ["seed4", "seed5"]
     assert "rounds = 1" in next(Path("mine").glob("FedRolex*/seed4/config.toml")).read_text()
-
-
-@pytest.mark.slow
-def test_a_wheel_brings_the_presets(tmp_path):
-    """It is built, installed into an environment of its own, and runs a preset far from the checkout."""
-    source = tmp_path / "source"
-    shutil.copytree(
-        ROOT / "fedquilt", source / "fedquilt", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    pip = [sys.executable, "-m", "pip"]
-    build = [
-        *pip,
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-        str(source),
-    ]
-    subprocess.run(build, check=True, timeout=300)
-    (wheel,) = tmp_path.glob("fedquilt-*.whl")
-    # The dependencies are those of this environment; only the package comes from the wheel.
-    venv.create(tmp_path / "env", with_pip=False, system_site_packages=False, symlinks=True)
-    python = tmp_path / "env" / "bin" / "python"
-    (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
-    install = [*pip, "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
-    subprocess.run(install, check=True, timeout=300)
-    others = [path for path in sys.path if path.endswith("site-packages")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *others])}
-    command = [
-        str(python),
-        "-m",
-        "fedquilt",
-        "reproduce",
-        "fedrolex/table7",
-        "--scale",
-        "smoke",
-        "--json",
-    ]
-    found = subprocess.run(
-        command,
-        check=True,
-        timeout=300,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert json.loads(found.stdout)["rows"]
-    where = [str(python), "-c", "import fedquilt; print(fedquilt.__file__)"]
-    home = subprocess.run(
-        where, check=True, cwd=tmp_path, env=environment, capture_output=True, text=True
-    ).stdout
-    assert home.startswith(str(site))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fedquilt as fq
-from fedquilt.engines import Vectorised
+from fedquilt.engines import Vectorized
 from fedquilt.errors import ConfigError
 from fedquilt.family.cut import prefix
 from fedquilt.methods import FedAvg, Scaffold
@@ -25,13 +25,13 @@ from tests.engines.test_links import LINKS
 
 RAGGED = (7, 4, 9, 5, 8, 4)
 SHARES = (1.0, 0.5, 0.25)
-PLAIN = fq.SGD(lr=0.1, momentum=0.0)
-LOCAL = fq.Local(batch_size=4, epochs=2, optimiser=PLAIN)
+PLAIN = fq.optimizers.SGD(lr=0.1, momentum=0.0)
+LOCAL = fq.LocalTraining(batch_size=4, epochs=2, optimizer=PLAIN)
 ENGINES = {
     "sequential": lambda data: "sequential",
-    "vectorised": lambda data: "vectorised",
+    "vectorized": lambda data: "vectorized",
     **{
-        f"recorded-{layout}": lambda data, layout=layout: Vectorised(
+        f"recorded-{layout}": lambda data, layout=layout: Vectorized(
             data, precision="fp64", record=True, layout=layout
         )
         for layout in ("alone", "laid", "stack")
@@ -47,15 +47,14 @@ def filled(value: float) -> dict[str, torch.Tensor]:
     return {"w": torch.tensor([value], dtype=torch.float64)}
 
 
-# --- the update rules, by hand --------------------------------------------------------------------------------------
+# --- the update rules, by hand ------------------------------------------------------------------
 
 
 def trained(**passes) -> Trained:
     """Return a client with x = 1, y = 0.4, c = 0.5, c_i = 0.2 after K = 3 steps at η = 0.1."""
     slots = {CONTROL: filled(0.5), CLIENT_CONTROL: filled(0.2)}
-    return Trained(
-        filled(1.0), filled(0.4), slots, {}, torch.tensor(3.0, dtype=torch.float64), 0.1, passes
-    )
+    steps, lr = (torch.tensor(value, dtype=torch.float64) for value in (3.0, 0.1))
+    return Trained(filled(1.0), filled(0.4), slots, {}, steps, lr, passes)
 
 
 def test_line_12_option_2_is_c_i_less_c_plus_the_mean_gradient():
@@ -72,7 +71,7 @@ def test_line_12_option_1_is_the_gradient_at_the_received_weights():
 
 def test_line_10_adds_c_less_c_i_to_every_gradient_and_nothing_to_the_loss(perceptron):
     member = perceptron.member(perceptron.whole)
-    world = fq.World(perceptron, precision="fp64", num_clients=2)
+    world = fq.methods.api.World(perceptron, precision="fp64", num_clients=2)
     method = Scaffold(local=LOCAL)
     learner = method.learner(Job(Client(0, fq.Budget(share=1.0), 4), member.prefix, 0), world)
     (phase,) = learner.phases
@@ -95,7 +94,10 @@ def test_line_10_adds_c_less_c_i_to_every_gradient_and_nothing_to_the_loss(perce
 
 
 def test_lines_16_and_17_step_to_the_mean_and_add_the_changes_divided_by_the_fleet(perceptron):
-    method, world = Scaffold(server_lr=0.5), fq.World(perceptron, precision="fp64", num_clients=10)
+    method, world = (
+        Scaffold(server_lr=0.5),
+        fq.methods.api.World(perceptron, precision="fp64", num_clients=10),
+    )
     server = method.init(world)
     server = replace(
         server,
@@ -114,14 +116,14 @@ def test_lines_16_and_17_step_to_the_mean_and_add_the_changes_divided_by_the_fle
         torch.testing.assert_close(merged.slots[CONTROL][name], expected, rtol=0, atol=1e-12)
 
 
-# --- a plain loop ---------------------------------------------------------------------------------------------------
+# --- a plain loop -------------------------------------------------------------------------------
 
 
 def plain_scaffold(run: fq.Run, method: Scaffold, rounds: int):
     """Algorithm 1 in plain torch, for clients with the whole net. Returns x, c and all c_i."""
     net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
     names = ["first.weight", "first.bias", "last.weight", "last.bias"]
-    data, eta = run.data, method.local.optimiser.lr
+    data, eta = run.data, method.local.optimizer.lr
 
     def gradients(weights, rows):
         with torch.no_grad():
@@ -136,7 +138,7 @@ def plain_scaffold(run: fq.Run, method: Scaffold, rounds: int):
     c = [torch.zeros_like(value) for value in x]
     c_i = {client: [torch.zeros_like(value) for value in x] for client in range(data.num_clients)}
     for round in range(rounds):
-        cohort = run.fleet.cohort(round, run.world.seed)
+        cohort = run.fleet.draw_cohort(round, run.world.seed)
         moved, changed = [], []
         for client in cohort:
             job = Job(
@@ -144,18 +146,20 @@ def plain_scaffold(run: fq.Run, method: Scaffold, rounds: int):
                 prefix(run.world.family.whole),
                 round,
             )
-            y, own, lr = list(x), c_i[client], eta * method.local.schedule(round)
+            y, own = list(x), c_i[client]
             batches = run.engine.batches(job, method.learner(job, run.world))
-            for rows in batches:
+            factors = method.local.within_round.factors(len(batches))
+            rates = [eta * method.local.schedule(round) * factor for factor in factors]
+            for rows, lr in zip(batches, rates, strict=True):
                 steps = zip(y, gradients(y, rows), own, c, strict=True)
                 y = [
-                    w - lr * (g + method.local.optimiser.decay * w - mine + all)
+                    w - lr * (g + method.local.optimizer.weight_decay * w - mine + all)
                     for w, g, mine, all in steps
                 ]
             if method.option == "I":
                 new = gradients(x, data.parts[client])
             else:
-                mean = [(old - w) / (len(batches) * lr) for old, w in zip(x, y, strict=True)]
+                mean = [(old - w) / sum(rates) for old, w in zip(x, y, strict=True)]
                 new = [mine - all + g for mine, all, g in zip(own, c, mean, strict=True)]
             moved.append([w - old for w, old in zip(y, x, strict=True)])
             changed.append([n - mine for n, mine in zip(new, own, strict=True)])
@@ -167,10 +171,21 @@ def plain_scaffold(run: fq.Run, method: Scaffold, rounds: int):
 
 @pytest.mark.parametrize("option", ["I", "II"])
 @pytest.mark.parametrize("engine", EVERY_ENGINE)
+@pytest.mark.parametrize(
+    "within_round",
+    [fq.schedules.WithinRound(), fq.schedules.WithinRound(warmup_share=0.5, shape="linear")],
+    ids=str,
+)
 def test_six_rounds_with_partial_participation_are_those_of_a_plain_loop(
-    engine, option, perceptron, make_data
+    within_round, engine, option, perceptron, make_data
 ):
-    local = replace(LOCAL, optimiser=replace(PLAIN, decay=1e-2), schedule=fq.Cosine(6))
+    """With a schedule within the round, K·η is the sum of a client's learning rates."""
+    local = replace(
+        LOCAL,
+        optimizer=replace(PLAIN, weight_decay=1e-2),
+        schedule=fq.schedules.Cosine(6),
+        within_round=within_round,
+    )
     method = Scaffold(local=local, option=option, server_lr=0.8)
     data = make_data(perceptron, RAGGED, labels=2)
     fleet = fq.Fleet.of((1.0,), 6, 3)
@@ -182,7 +197,9 @@ def test_six_rounds_with_partial_participation_are_those_of_a_plain_loop(
     (x, c), c_i, names = plain_scaffold(run, method, 6)
     torch.testing.assert_close(dict(run.server.weights), x, rtol=0, atol=1e-9)
     torch.testing.assert_close(dict(run.server.slots[CONTROL]), c, rtol=0, atol=1e-9)
-    took_part = {client for round in range(6) for client in fleet.cohort(round, run.world.seed)}
+    took_part = {
+        client for round in range(6) for client in fleet.draw_cohort(round, run.world.seed)
+    }
     assert {client for client, _ in run.server.memory} == took_part
     for client in took_part:
         own = run.server.memory[client, ""].slots[CLIENT_CONTROL]
@@ -192,7 +209,7 @@ def test_six_rounds_with_partial_participation_are_those_of_a_plain_loop(
     assert max(float(value.abs().max()) for value in c.values()) > 1e-3
 
 
-# --- reductions and claims ------------------------------------------------------------------------------------------
+# --- reductions and claims ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -208,11 +225,11 @@ class Held(ControlVariates):
 
 @dataclass(frozen=True)
 class HeldScaffold(Scaffold):
-    def learner(self, job: Job, world: fq.World) -> Learner:
+    def learner(self, job: Job, world: fq.methods.api.World) -> Learner:
         return replace(super().learner(job, world), state=Held())
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_variates_that_stay_zero_give_fedavg_with_uniform_weights(
     engine, residual, play, make_data
 ):
@@ -243,7 +260,7 @@ class Quadratic(Wrapping):
 
 
 @pytest.mark.parametrize("option", ["I", "II"])
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_two_quadratic_clients_reach_the_common_optimum_and_fedavg_does_not(engine, option, play):
     """Section 3 of the paper: with several local steps FedAvg stops elsewhere."""
     curvature, optimum = torch.tensor([1.0, 4.0]), torch.tensor([-1.0, 2.0])
@@ -253,7 +270,7 @@ def test_two_quadratic_clients_reach_the_common_optimum_and_fedavg_does_not(engi
         (inputs, targets), (inputs, targets), [torch.arange(8), torch.arange(8, 16)]
     )
     family = fq.trace(lambda: nn.Linear(2, 3, bias=False), inputs[:2].float())
-    local = fq.Local(batch_size=1, optimiser=PLAIN, objective=Quadratic())
+    local = fq.LocalTraining(batch_size=1, optimizer=PLAIN, objective=Quadratic())
     common = float((curvature * optimum).sum() / curvature.sum())
     corrected = play(Scaffold(local=local, option=option), family, data, engine=engine, rounds=60)
     plain = play(FedAvg(local=local), family, data, engine=engine, rounds=60)
@@ -263,10 +280,10 @@ def test_two_quadratic_clients_reach_the_common_optimum_and_fedavg_does_not(engi
         assert float((weight - common).abs().min()) > 0.1
 
 
-# --- sub-models -----------------------------------------------------------------------------------------------------
+# --- sub-models ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_variates_of_sub_models_are_cut_by_position(engine, perceptron, play, make_data):
     data = make_data(perceptron, (8, 8, 8))
     run = play(Scaffold(local=LOCAL), perceptron, data, SHARES, engine=engine, rounds=1)
@@ -280,7 +297,7 @@ def test_variates_of_sub_models_are_cut_by_position(engine, perceptron, play, ma
     torch.testing.assert_close(run.server.slots[CONTROL]["first.bias"], total, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_a_position_that_a_client_does_not_hold_keeps_its_variate(
     engine, perceptron, play, make_data
 ):
@@ -304,10 +321,10 @@ def test_a_position_that_a_client_does_not_hold_keeps_its_variate(
     assert kept  # some client held less than before
 
 
-# --- what it costs, and links ---------------------------------------------------------------------------------------
+# --- what it costs, and links -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_both_vectors_are_charged_both_ways_and_option_1_for_its_pass(
     engine, perceptron, play, make_data
 ):
@@ -323,11 +340,11 @@ def test_both_vectors_are_charged_both_ways_and_option_1_for_its_pass(
 
 
 def test_a_client_is_charged_for_the_memory_of_both_variates(residual):
-    step = Scaffold(local=LOCAL).training_step(fq.World(residual))
-    assert step.slots == FedAvg(local=LOCAL).training_step(fq.World(residual)).slots + 2
+    step = Scaffold(local=LOCAL).training_step(fq.methods.api.World(residual))
+    assert step.slots == FedAvg(local=LOCAL).training_step(fq.methods.api.World(residual)).slots + 2
 
 
-FOUR_BITS = fq.Link(codec=fq.Codec(bits=4, feedback=True))
+FOUR_BITS = fq.Link(codec=fq.links.Codec(bits=4, feedback=True))
 
 
 @pytest.mark.parametrize("option", ["I", "II"])
@@ -341,7 +358,7 @@ def test_lossy_and_coded_links_give_the_same_numbers_on_every_engine(
     fleet = fq.Fleet.of(SHARES, 6, 4, dynamic=True)
     runs = [
         play(method, residual, data, fleet=fleet, engine=engine, link=link, rounds=3)
-        for engine in ("sequential", "vectorised")
+        for engine in ("sequential", "vectorized")
     ]
     assert_same(*runs)
     assert max(float(value.abs().max()) for value in runs[0].server.slots[CONTROL].values()) > 1e-3
@@ -359,7 +376,7 @@ def test_what_a_lossy_link_loses_of_c_is_what_the_client_received_before(
     perceptron, play, make_data
 ):
     """Lost positions of c come from the memory of the client, which keeps them for that."""
-    link = fq.Link(loss=fq.Columns(0.5, granularity=0.25))
+    link = fq.Link(loss=fq.links.ColumnLoss(0.5, granularity=0.25))
     data = make_data(perceptron, (8, 8))
     run = play(Scaffold(local=LOCAL), perceptron, data, link=link, rounds=4)
     for memory in run.server.memory.values():
@@ -368,7 +385,7 @@ def test_what_a_lossy_link_loses_of_c_is_what_the_client_received_before(
     assert all(CONTROL not in memory.slots for memory in lossless.server.memory.values())
 
 
-# --- resuming -------------------------------------------------------------------------------------------------------
+# --- resuming -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("link", [fq.Link(), LINKS["everything"]], ids=["perfect", "everything"])
@@ -394,31 +411,35 @@ def test_a_stopped_and_resumed_run_is_the_same(link, residual, make_data, tmp_pa
     assert_same(federate("whole", 4), stopped, atol=0)
 
 
-# --- settings -------------------------------------------------------------------------------------------------------
+# --- settings -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "optimiser",
-    [fq.SGD(lr=0.1), fq.SGD(lr=0.1, momentum=0.0, clip=1.0), fq.Adam()],
+    "optimizer",
+    [
+        fq.optimizers.SGD(lr=0.1),
+        fq.optimizers.SGD(lr=0.1, momentum=0.0, clip=1.0),
+        fq.optimizers.Adam(),
+    ],
     ids=["momentum", "clip", "Adam"],
 )
-def test_optimizers_whose_steps_are_no_gradients_are_refused(optimiser):
+def test_optimizers_whose_steps_are_no_gradients_are_refused(optimizer):
     with pytest.raises(
-        ConfigError, match=r"Scaffold: local.optimiser = .*SGD\(momentum=0, clip=0\) works"
+        ConfigError, match=r"Scaffold: local.optimizer = .*SGD\(momentum=0, clip=0\) works"
     ):
-        Scaffold(local=fq.Local(optimiser=optimiser))
+        Scaffold(local=fq.LocalTraining(optimizer=optimizer))
 
 
 def test_a_step_size_beside_a_server_optimizer_is_refused():
     with pytest.raises(
-        ConfigError, match=r"server_lr = 0.5 was asked for beside server = ServerMomentum"
+        ConfigError, match=r"server_lr = 0.5 was asked for beside server_optimizer = ServerMomentum"
     ):
-        Scaffold(server_lr=0.5, server=ServerMomentum())
-    Scaffold(server=ServerMomentum())
+        Scaffold(server_lr=0.5, server_optimizer=ServerMomentum())
+    Scaffold(server_optimizer=ServerMomentum())
 
 
 def test_a_world_without_a_fleet_is_refused(perceptron):
-    method, world = Scaffold(), fq.World(perceptron)
+    method, world = Scaffold(), fq.methods.api.World(perceptron)
     with pytest.raises(ConfigError, match=r"World\(…, num_clients=100\) works"):
         method.fold(method.init(world), world)
 
@@ -430,7 +451,7 @@ def test_an_unknown_option_is_refused():
 
 def test_weights_that_stay_on_clients_have_no_variates(residual, play, make_data):
     """A correction by −c_i alone would hold personal weights where they are."""
-    method = Scaffold(local=replace(LOCAL, norm="local-all"))
+    method = Scaffold(local=replace(LOCAL, norm="per_client-all"))
     run = play(method, residual, make_data(residual, RAGGED), rounds=2)
     norms = set(residual.parts["norm"]) & set(residual.trainable)
     own = run.server.memory[0, ""].slots[CLIENT_CONTROL]

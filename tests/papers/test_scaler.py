@@ -1,4 +1,6 @@
-"""The scaler (HeteroFL, section 3; Split-Mix, A.3): hidden outputs divided by the client's share, in training only."""
+"""The scaler (HeteroFL, section 3; Split-Mix, A.3): hidden outputs divided by the client's share,
+in training only.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.engines.vectorised import Vectorised
+from fedquilt.engines.vectorized.engine import Vectorized
 from fedquilt.family import Pass
 from fedquilt.family.cut import prefix
 from fedquilt.methods import FedAvg, FedRolex, FjORD, HeteroFL, SHeteroFL, SplitMix
@@ -26,7 +28,9 @@ TRAIN = Pass(train=True, scaler=True)
 
 
 class Digits(nn.Module):
-    """Split-Mix's Digits CNN in small: convolution, two hidden linear layers with norms, output layer."""
+    """Split-Mix's Digits CNN in small: convolution, two hidden linear layers with norms, output
+    layer.
+    """
 
     def __init__(self, width: int = 10) -> None:
         super().__init__()
@@ -80,7 +84,7 @@ class Conv1D(nn.Module):
 
 def cut(
     family: fq.Family, share: float, rounding: str = "floor"
-) -> tuple[fq.Arch, dict[str, Tensor]]:
+) -> tuple[fq.methods.api.Arch, dict[str, Tensor]]:
     """The member of a share, and its weights in float64."""
     arch = family.fit(fq.Budget(share=share), rounding)
     whole = {name: value.double() for name, value in family.init(3).items()}
@@ -96,7 +100,9 @@ def normed(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
 
 
 def test_convolutions_and_hidden_linear_layers_are_divided_by_the_share_and_not_by_what_was_kept():
-    """Of 10 channels a share of 1/4 keeps 3 if rounded up: HeteroFL's code divides by 1/4, not by 3/10."""
+    """Of 10 channels a share of 1/4 keeps 3 if rounded up: HeteroFL's code divides by 1/4, not by
+    3/10.
+    """
     family, x, share = fq.trace(Digits, torch.zeros(2, 1, 4, 4)), drawn(6, 1, 4, 4), 0.25
     arch, w = cut(family, share, "ceil")
     assert w["conv.weight"].shape[0] == 3
@@ -199,14 +205,14 @@ def test_in_a_preresnet_the_share_is_what_every_convolution_kept(residual):
     assert {f"{name}.weight" for name in residual.member(arch)._scaled.layers} == set(cut_to)
 
 
-def _shapes(family: fq.Family, arch: fq.Arch) -> dict[str, tuple[int, ...]]:
+def _shapes(family: fq.Family, arch: fq.methods.api.Arch) -> dict[str, tuple[int, ...]]:
     return {
         name: family.layout.shape(name, family.layout.sizes | arch.sizes)
         for name in family.layout.dims
     }
 
 
-# --- which share ------------------------------------------------------------------------------------------------
+# --- which share --------------------------------------------------------------------------------
 
 
 def share_of(method, family, budget: fq.Budget) -> float:
@@ -254,14 +260,14 @@ def test_a_nested_net_is_divided_by_its_own_share():
     )
 
 
-# --- stacks -----------------------------------------------------------------------------------------------------
+# --- stacks -------------------------------------------------------------------------------------
 
 UNEQUAL = (0.5, 0.55, 0.6)  # of 4, 6 and 8 channels all keep 2, 3 and 4: one member, three shares
 
 
 def test_clients_of_one_member_are_one_stack_whatever_their_shares(residual, play, make_data):
     data = make_data(residual, (7, 4, 9), labels=2)
-    run = play(HeteroFL(), residual, data, UNEQUAL, engine="vectorised")
+    run = play(HeteroFL(), residual, data, UNEQUAL, engine="vectorized")
     assert len({residual.fit(fq.Budget(share=share)) for share in UNEQUAL}) == 1
     assert [record.stacks for record in run.records] == [1, 1]
 
@@ -302,8 +308,8 @@ def test_a_unit_that_was_recorded_for_other_shares_is_used_again(
     """On a GPU a recorded step reads the shares from a buffer; nothing is recorded anew."""
     made = []
     monkeypatch.setattr(
-        "fedquilt.engines.vectorised.Unit",
-        lambda *args, own=fq.engines.vectorised.Unit: made.append(args) or own(*args),
+        "fedquilt.engines.vectorized.engine.ClientGroup",
+        lambda *args, own=fq.engines.vectorized.engine.ClientGroup: made.append(args) or own(*args),
     )
     data, method = make_data(perceptron, (4, 4, 4), labels=2), with_local(HeteroFL(), batch_size=4)
     fleet = fq.Fleet.of(UNEQUAL, 3, 1)
@@ -313,11 +319,11 @@ def test_a_unit_that_was_recorded_for_other_shares_is_used_again(
         perceptron,
         data,
         fleet,
-        "vectorised",
+        "vectorized",
         precision="fp64",
         evaluation=fq.Evaluation(every=0),
     )
-    assert isinstance(run.engine, Vectorised)
+    assert isinstance(run.engine, Vectorized)
     run.engine.record = True
     assert_same(truth, run.train(4))
     assert len(made) == 1

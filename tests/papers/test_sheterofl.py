@@ -13,12 +13,12 @@ from fedquilt.terms import Job, Server
 from tests.conftest import assert_same, with_local
 
 LR = 0.1
-ONE_STEP = fq.Local(batch_size=8, optimiser=fq.SGD(lr=LR, momentum=0.0))
+ONE_STEP = fq.LocalTraining(batch_size=8, optimizer=fq.optimizers.SGD(lr=LR, momentum=0.0))
 WIDTHS = (1.0, 0.5, 1 / 3)  # six, three and two hidden units
 
 
 def learner(method, family, share):
-    client, world = fq.Client(0, fq.Budget(share=share), 4), World(family)
+    client, world = fq.methods.api.Client(0, fq.Budget(share=share), 4), World(family)
     return method.learner(Job(client, method.plan(Server(0, {}), client, world)[0], 0), world)
 
 
@@ -30,7 +30,7 @@ def test_a_client_trains_its_own_width_and_every_prototype_below(perceptron):
         assert nets == (own, *(own.nested(width) for width in below))
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("share", WIDTHS)
 def test_a_step_is_on_the_summed_gradients_of_the_widths(
     share, engine, perceptron, play, make_data
@@ -46,9 +46,8 @@ def test_a_step_is_on_the_summed_gradients_of_the_widths(
     )
     fresh = {name: value.double() for name, value in perceptron.init(0).items()}
     expected = {name: value.clone() for name, value in fresh.items()}
-    for width in (
-        w for w in WIDTHS if w <= share
-    ):  # each width as a net of its own, in plain torch
+    # each width as a net of its own, in plain torch
+    for width in (w for w in WIDTHS if w <= share):
         kept = round(6 * width)
         model = perceptron.module(perceptron.fit(fq.Budget(share=width)), fresh)
         F.cross_entropy(model(data.inputs), data.targets).backward()
@@ -61,7 +60,9 @@ def test_a_step_is_on_the_summed_gradients_of_the_widths(
 
 
 def merged(method, perceptron, data, play, engine, shares=(1.0, 1 / 3)):
-    """Two clients of the whole net and a part of it: what the server made of it, and what each trained."""
+    """Two clients of the whole net and a part of it: what the server made of it, and what each
+    trained.
+    """
     run = play(method, perceptron, data, shares, engine=engine, rounds=1)
     alone = []
     for id in range(2):
@@ -74,7 +75,7 @@ def merged(method, perceptron, data, play, engine, shares=(1.0, 1 / 3)):
     return run.server.weights["first.bias"], *alone
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_a_client_counts_once_for_each_position(engine, perceptron, play, make_data):
     method = SHeteroFL(local=ONE_STEP, widths=WIDTHS)
     found, large, small = merged(method, perceptron, make_data(perceptron, (6, 5)), play, engine)
@@ -82,7 +83,7 @@ def test_a_client_counts_once_for_each_position(engine, perceptron, play, make_d
     torch.testing.assert_close(found[2:], large[2:], rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_the_released_code_counts_a_clients_widest_net_once_a_width(
     engine, perceptron, play, make_data
 ):
@@ -97,7 +98,8 @@ def test_the_released_code_counts_a_clients_widest_net_once_a_width(
 
 
 @pytest.mark.parametrize(
-    "link", [fq.Link(), fq.Link(loss=fq.Columns(0.4)), fq.Link(codec=fq.Codec(bits=8))]
+    "link",
+    [fq.Link(), fq.Link(loss=fq.links.ColumnLoss(0.4)), fq.Link(codec=fq.links.Codec(bits=8))],
 )
 def test_what_counts_once_a_width_travels_once(link, perceptron, play, make_data):
     data, sent = make_data(perceptron, (6, 5)), []
@@ -105,7 +107,7 @@ def test_what_counts_once_a_width_travels_once(link, perceptron, play, make_data
         method = SHeteroFL(local=ONE_STEP, widths=WIDTHS, **preset)
         runs = [
             play(method, perceptron, data, engine=name, link=link)
-            for name in ("sequential", "vectorised")
+            for name in ("sequential", "vectorized")
         ]
         assert_same(*runs)
         sent.append([(record.bytes_down, record.bytes_up) for record in runs[0].records])

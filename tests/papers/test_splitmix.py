@@ -1,4 +1,6 @@
-"""Split-Mix (Hong et al., ICLR 2022): algorithms 1 to 3, Table 1's parameters, Figure 8's embedding."""
+"""Split-Mix (Hong et al., ICLR 2022): algorithms 1 to 3, Table 1's parameters, Figure 8's
+embedding.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def scopes(method, family, share, turn=0, id=0, round=0, seed=0):
     return [net.scope for net in method.plan(Server(round, {}), client, World(family, seed))]
 
 
-# --- algorithm 2 --------------------------------------------------------------------------------------------------
+# --- algorithm 2 --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("base", "count"), [(0.125, 8), (1 / 3, 3), (0.1, 10), (0.3, 3), (1.0, 1)])
@@ -62,7 +64,9 @@ def test_a_client_trains_floor_of_its_share_over_the_base(residual):
 
 
 def test_the_first_comes_from_a_shuffled_cycle_that_all_clients_share(residual):
-    """Over every cycle each base net comes first once, whoever is asked; the order changes from cycle to cycle."""
+    """Over every cycle each base net comes first once, whoever is asked; the order changes from
+    cycle to cycle.
+    """
     method = SplitMix(**QUARTER)
     found = [scopes(method, residual, 0.25, turn, id=turn % 7)[0] for turn in range(40)]
     cycles = [tuple(found[start : start + 4]) for start in range(0, 40, 4)]
@@ -105,12 +109,14 @@ def test_a_cohort_goes_through_the_cycle_together(residual, make_data):
         }
 
 
-# --- algorithms 1 and 3 -------------------------------------------------------------------------------------------
+# --- algorithms 1 and 3 -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_base_nets_never_mix_their_weights(engine, residual, make_data, play):
-    """A round changes the nets that were trained and no other, each to the data-weighted mean of its own."""
+    """A round changes the nets that were trained and no other, each to the data-weighted mean of
+    its own.
+    """
     method = with_local(SplitMix(**QUARTER), batch_size=4, scaler=False)
     data, fleet = make_data(residual, (4, 8)), fq.Fleet.of((0.25,), 2, 2)
     run = fq.prepare(
@@ -133,17 +139,20 @@ def test_base_nets_never_mix_their_weights(engine, residual, make_data, play):
 
 def test_all_nets_of_all_clients_are_one_stack(residual, make_data, play):
     data = make_data(residual, (4, 4, 4))
-    run = play(with_local(SplitMix(**QUARTER), batch_size=4), residual, data, SHARES, "vectorised")
+    run = play(with_local(SplitMix(**QUARTER), batch_size=4), residual, data, SHARES, "vectorized")
     assert [record.stacks for record in run.records] == [1, 1]  # four, two and one net
 
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_the_masked_embedding_in_one_big_net_gives_the_same_update(engine, make_data, play):
-    """Figure 8 (c): base nets as diagonal blocks of the whole net, every other entry zero, the biases of the output
-    aside: summed logits of a blocked net are the sum of the base nets' logits."""
+    """Figure 8 (c): base nets as diagonal blocks of the whole net, every other entry zero, the
+    biases of the output
+    aside: summed logits of a blocked net are the sum of the base nets' logits.
+    """
     perceptron = fq.trace(Perceptron(), torch.zeros(2, 4))
     method = SplitMix(
-        local=fq.Local(batch_size=8, optimiser=fq.SGD(lr=0.1, momentum=0.0)), base=0.5
+        local=fq.LocalTraining(batch_size=8, optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.0)),
+        base=0.5,
     )
     world = World(perceptron, precision="fp64")
     server, whole = method.init(world), Server(0, FedAvg().init(world).weights)
@@ -192,7 +201,7 @@ def test_line_11_mixes_by_the_mean_of_the_logits(residual, make_data, play):
     assert not wide.training
 
 
-@pytest.mark.parametrize("norm", ["batch", "tracked", "post", "local"])
+@pytest.mark.parametrize("norm", ["batch", "tracked", "post", "per_client"])
 @pytest.mark.parametrize("engine", LOCAL)
 def test_evaluation_mixes_alike(engine, norm, residual, make_data, play):
     """Accuracy by share is that of the mixed logits."""
@@ -208,7 +217,7 @@ def test_evaluation_mixes_alike(engine, norm, residual, make_data, play):
             assert run.accuracy[str(share)] == pytest.approx(float(hits), abs=1e-9)
 
 
-# --- initial weights ----------------------------------------------------------------------------------------------
+# --- initial weights ----------------------------------------------------------------------------
 
 
 def _digits_like() -> nn.Module:
@@ -271,7 +280,7 @@ def test_what_starts_alike_at_every_width_is_not_rescaled(language):
             assert torch.equal(plain[f"base{place}/{name}"], rescaled[f"base{place}/{name}"])
 
 
-# --- sizes --------------------------------------------------------------------------------------------------------
+# --- sizes --------------------------------------------------------------------------------------
 
 
 def params(family, share, base=0.125):
@@ -286,8 +295,10 @@ def params(family, share, base=0.125):
 
 
 def test_table_1_parameters_of_cifar_10():
-    """M of ×1/8, ×1/4, ×1/2, ×1: whole nets, as SHeteroFL has them, 0.2, 0.7, 2.8 and 11.2; mixes of base nets
-    0.2, 0.4, 0.7 and 1.4."""
+    """M of ×1/8, ×1/4, ×1/2, ×1: whole nets, as SHeteroFL has them, 0.2, 0.7, 2.8 and 11.2; mixes
+    of base nets
+    0.2, 0.4, 0.7 and 1.4.
+    """
     family = fq.trace(fq.models.MODELS["preresnet18"].factory, torch.zeros(2, 3, 32, 32))
     shares = (0.125, 0.25, 0.5, 1.0)
     nets = [family.count(family.fit(Budget(share=share))) / 1e6 for share in shares]
@@ -323,7 +334,9 @@ def test_budgets_that_are_no_shares_bound_the_sum_of_the_nets(residual):
     "budget", [Budget(share=0.1), Budget(params=70), Budget(share=0.2, macs=2000)], ids=str
 )
 def test_a_budget_too_small_is_told_the_base_that_fits(budget, residual):
-    """And whose the budget is: a file that names a method alone has the papers' five shares, down to 1/16."""
+    """And whose the budget is: a file that names a method alone has the papers' five shares, down
+    to 1/16.
+    """
     with pytest.raises(BudgetError, match=r"SplitMix\(base=.*fleet \(fleet\.budgets\)") as caught:
         SplitMix(base=0.5).affordable(budget, World(residual))
     base = float(str(caught.value).split("method.base = ")[1].split()[0])
@@ -338,7 +351,9 @@ def test_settings_of_the_paper():
     assert [cifar.lr(at) for at in (0, 150, 250)] == pytest.approx([0.01, 0.001, 0.0001])
     assert (cifar.local.epochs, cifar.local.batch_size, cifar.local.masked) == (5, 128, "client")
     for method in (digits, cifar):
-        assert method.local.optimiser == replace(method.local.optimiser, momentum=0.9, decay=5e-4)
+        assert method.local.optimizer == replace(
+            method.local.optimizer, momentum=0.9, weight_decay=5e-4
+        )
         assert (method.local.scaler, method.local.norm.name, method.rescale_init) == (
             True,
             "batch",
@@ -372,7 +387,9 @@ def test_line_9_sorts_base_nets_by_their_accuracy(engine, residual, make_data, p
 
 
 def test_a_sample_that_is_left_over_is_sorted_by_with_those_before_it(make_data, play):
-    """A norm of one value a channel has no statistics, and base nets are sorted by a hundred samples at once."""
+    """A norm of one value a channel has no statistics, and base nets are sorted by a hundred
+    samples at once.
+    """
     layers = (nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
     family = fq.trace(nn.Sequential(*layers), torch.zeros(2, 6))
     data, methods = (
@@ -380,6 +397,5 @@ def test_a_sample_that_is_left_over_is_sorted_by_with_those_before_it(make_data,
         [SplitMix(sort=sort, **QUARTER) for sort in (False, True)],
     )
     plain, ordered = (play(method, family, data, rounds=1) for method in methods)
-    assert (
-        plain.accuracy["1.0"] == ordered.accuracy["1.0"]
-    )  # of all base nets, whatever their order
+    # of all base nets, whatever their order
+    assert plain.accuracy["1.0"] == ordered.accuracy["1.0"]

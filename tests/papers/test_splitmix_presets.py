@@ -1,4 +1,6 @@
-"""The presets of Split-Mix's tables and figures: the paper's numbers, and the settings of appendix A.2."""
+"""The presets of Split-Mix's tables and figures: the paper's numbers, and the settings of appendix
+A.2.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ import numpy as np
 import pytest
 
 import fedquilt as fq
-from fedquilt.config import Experiment, overlay
 from fedquilt.data import Domains, Iid, Labels
-from fedquilt.fleets import Groups, LogNormal, Quarters, Step, Uniform
+from fedquilt.fleets.budgets import Groups, LogNormal, Quarters, Step, Uniform
 from fedquilt.methods import METHODS, FedAvg, SplitMix
 from fedquilt.round.training.schedules import Cosine, Steps
+from fedquilt.runs.experiment import Experiment, overlay
 from fedquilt.studies.papers import papers, parsed_preset, read_preset
 from fedquilt.studies.reproduce import plan_of
 from fedquilt.studies.study import run_plan
@@ -44,7 +46,7 @@ ROWS = {
 }
 WIDTHS = (1.0, 0.5, 0.25, 0.125)
 WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.5, 1.0)  # λn of FedAvg + AT (section 5.2)
-SGD = fq.SGD(lr=0.1, momentum=0.9, decay=5e-4)
+SGD = fq.optimizers.SGD(lr=0.1, momentum=0.9, weight_decay=5e-4)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def resolve(folder):
     return experiments
 
 
-# --- what the paper prints --------------------------------------------------------------------------
+# --- what the paper prints ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -127,7 +129,7 @@ def test_figures_have_no_printed_numbers():
         assert any(any(row.paper) for row in preset.rows) == name.startswith("table")
 
 
-# --- appendix A.2 -----------------------------------------------------------------------------------
+# --- appendix A.2 -------------------------------------------------------------------------------
 
 DIGITS = (
     "table1-digits",
@@ -145,10 +147,12 @@ CIFAR10 = ("table1-cifar10", "table5", "figure4-cifar10", "figure9-cifar10", "fi
     "name", [*DIGITS, "figure13-digits", "figure7-digits-full", "figure7-digits-widths"]
 )
 def test_digits_are_trained_as_the_appendix_says(name, resolve):
-    """One epoch, a rate from 0.1 to 0 on a cosine; 50 clients, at most a tenth of 2,231 images each."""
+    """One epoch, a rate from 0.1 to 0 on a cosine; 50 clients, at most a tenth of 2,231 images
+    each.
+    """
     for row, found in resolve(name).items():
         local = found.method.local
-        assert (local.optimiser, local.epochs, local.batch_size, local.masked) == (
+        assert (local.optimizer, local.epochs, local.batch_size, local.masked) == (
             SGD,
             1,
             32,
@@ -159,22 +163,24 @@ def test_digits_are_trained_as_the_appendix_says(name, resolve):
         assert found.model.name == "digits_cnn_norm"
         assert found.rounds == {"figure9-digits": 200, "figure12": 300}.get(name, 400)
         if name != "figure12":
-            assert found.fleet.sample == 50
+            assert found.fleet.cohort == 50
 
 
 @pytest.mark.parametrize("name", CIFAR10)
 def test_cifar10_is_trained_as_the_appendix_says(name, resolve):
-    """Five epochs of batches of 128, a rate of 0.01 that falls after 150 and 250 rounds, and a masked loss."""
+    """Five epochs of batches of 128, a rate of 0.01 that falls after 150 and 250 rounds, and a
+    masked loss.
+    """
     for row, found in resolve(name).items():
         local = found.method.local
-        assert (local.optimiser, local.epochs, local.batch_size) == (
+        assert (local.optimizer, local.epochs, local.batch_size) == (
             replace(SGD, lr=0.01),
             5,
             128,
         ), row
         assert local.schedule == Steps((150, 250), 0.1)
         assert local.norm.name == "batch"
-        assert (found.fleet.clients, found.fleet.sample) == (100, 100)
+        assert (found.fleet.clients, found.fleet.cohort) == (100, 100)
         assert found.model.options == {"zero_output_bias": True}
         assert found.rounds == (200 if name == "figure9-cifar10" else 400)
         if name == "table5":
@@ -212,7 +218,9 @@ def test_compared_methods_are_trained_alike(name, resolve):
 @pytest.mark.parametrize("kind", ["digits", "cifar10", "domainnet"])
 @pytest.mark.parametrize("method", ["sheterofl", "heterofl", "fedavg"])
 def test_methods_have_the_settings_in_which_they_are_compared(kind, method):
-    """The same rates, schedules, epochs, batches, masks and norms. Split-Mix and HeteroFL rescale layers."""
+    """The same rates, schedules, epochs, batches, masks and norms. Split-Mix and HeteroFL rescale
+    layers.
+    """
     local = METHODS[method].preset(kind).local
     assert local == replace(SplitMix.preset(kind).local, scaler=method == "heterofl")
 
@@ -222,7 +230,7 @@ def test_the_ablation_has_every_combination(resolve):
         (one.method.local.norm.name, one.method.rescale_init, one.method.local.scaler)
         for one in resolve("table4").values()
     }
-    norms = ("batch", "post", "tracked", "local")
+    norms = ("batch", "post", "tracked", "per_client")
     assert found == {
         (norm, init, layer) for norm in norms for init in (False, True) for layer in (False, True)
     }
@@ -257,15 +265,17 @@ def test_contact_rates_of_figure_12(resolve):
     rows = resolve("figure12")
     for count in (2, 5, 10, 20, 30):
         for method in ("Split-Mix", "SHeteroFL"):
-            assert rows[f"{method}, {count} of 50 clients"].fleet.sample == count
+            assert rows[f"{method}, {count} of 50 clients"].fleet.cohort == count
 
 
-# --- Figure 7 ---------------------------------------------------------------------------------------
+# --- Figure 7 -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["digits", "cifar10"])
 def test_robust_rows_compare_what_the_paper_does(kind, resolve):
-    """Whole nets: no budgets, one base net. Widths: FedAvg trains the narrowest net, and OAT is left out."""
+    """Whole nets: no budgets, one base net. Widths: FedAvg trains the narrowest net, and OAT is
+    left out.
+    """
     full = resolve(f"figure7-{kind}-full")
     widths = resolve(f"figure7-{kind}-widths")
     assert [one.method.local.adversarial.weight for one in full.values()] == [
@@ -299,7 +309,7 @@ def test_robust_rows_are_trained_alike_on_images_from_0_to_1(kind, figure, resol
     assert (local.norm.name, local.scaler) == ("tracked", False)
     assert not rows["Split-Mix + DAT"].method.rescale_init
     if kind == "cifar10":  # the released adversarial runs
-        assert (local.optimiser.lr, local.schedule, local.masked) == (
+        assert (local.optimizer.lr, local.schedule, local.masked) == (
             0.1,
             Steps((200, 300), 0.1),
             "",
@@ -307,11 +317,11 @@ def test_robust_rows_are_trained_alike_on_images_from_0_to_1(kind, figure, resol
         assert (local.crop, local.flip) == (4, True)
     for found in rows.values():
         assert replace(found.method.local, adversarial=local.adversarial) == local
-        assert found.method.local.adversarial.attack == fq.PGD(8 / 255, 7, 2 / 255)
-        assert found.data.options["normalise"] == "none"
+        assert found.method.local.adversarial.attack == fq.attacks.PGD(8 / 255, 7, 2 / 255)
+        assert found.data.options["normalize"] == "none"
         assert found.data.partition == (Iid() if kind == "cifar10" else Domains(max_size=223))
         assert found.evaluation == fq.Evaluation(
-            every=0, robustness=(0.0, 0.2, 0.5, 0.8, 1.0), local=False, domains=False
+            every=0, robustness=(0.0, 0.2, 0.5, 0.8, 1.0), per_client=False, domains=False
         )
 
 
@@ -332,12 +342,14 @@ def test_one_run_has_a_whole_curve_and_a_net_of_adversarial_training_one_point(f
     }
 
 
-# --- training ---------------------------------------------------------------------------------------
+# --- training -----------------------------------------------------------------------------------
 
 
 def losses_of(settings, rounds):
-    """Return the losses of a few rounds of two of ten clients, which must be finite and must not explode."""
-    few = {"rounds": rounds, "fleet": {"clients": 10, "sample": 2}, "evaluation": {"every": 0}}
+    """Return the losses of a few rounds of two of ten clients, which must be finite and must not
+    explode.
+    """
+    few = {"rounds": rounds, "fleet": {"clients": 10, "cohort": 2}, "evaluation": {"every": 0}}
     run = Experiment.of(overlay(settings, few)).prepare().train(rounds)
     losses = [record.loss for record in run.records]
     assert len(losses) == rounds

@@ -84,7 +84,7 @@ def _trained(run: fq.Run, job: Job, state: dict[str, Tensor], share: float) -> d
     pairs = any(isinstance(layer, DualNorm) for layer in net.modules())
     criterion: Loss = _masked if local.masked == "batch" else F.cross_entropy
     optimizer = torch.optim.SGD(
-        net.parameters(), lr=local.optimiser.lr, momentum=0.9, weight_decay=5e-4
+        net.parameters(), lr=local.optimizer.lr, momentum=0.9, weight_decay=5e-4
     )
     batches = engine.batches(job, run.method.learner(job, engine.world))
     assert len(batches) == local.epochs
@@ -179,5 +179,5 @@ def test_settings_of_the_released_adversarial_runs():
     for method in (digits, cifar):
         assert (method.local.norm.name, method.local.scaler) == ("tracked", False)
         assert not method.rescale_init
-        assert method.attack.size * 255 == pytest.approx(1.4286, abs=1e-4)
+        assert method.attack.step_size * 255 == pytest.approx(1.4286, abs=1e-4)
         assert method.local.adversarial.search == "evaluation"

@@ -1,4 +1,6 @@
-"""Split-Mix's second dimension (Hong et al., ICLR 2022): equations 1 and 2, algorithm 4, joint width and robustness."""
+"""Split-Mix's second dimension (Hong et al., ICLR 2022): equations 1 and 2, algorithm 4, joint
+width and robustness.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,26 @@ from torch.func import functional_call
 
 import fedquilt as fq
 from fedquilt import noise
-from fedquilt.config import Experiment
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.family.dual import DualNorm
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.net import Pass
 from fedquilt.methods import FedAvg, FedProx, HeteroFL, SHeteroFL, SplitMix
 from fedquilt.models import PreResNet
+from fedquilt.round.evaluate import EvalSpec
 from fedquilt.round.federation import World
-from fedquilt.round.serve import Kind
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import Adversarial, MaskedCrossEntropy, TaskLoss
 from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient
+from fedquilt.runs.experiment import Experiment
 from fedquilt.terms import Budget, Client, Job, Submodel
 from tests.conftest import LOCAL, Perceptron, assert_same, with_local
 
 SHARES = (1.0, 0.5, 0.25)
-PLAIN = fq.Local(batch_size=8, optimiser=fq.SGD(lr=0.1, momentum=0.0))
-AT = fq.AdversarialTraining
+PLAIN = fq.LocalTraining(batch_size=8, optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.0))
+AT = fq.attacks.AdversarialTraining
 
 
 def _net() -> nn.Module:
@@ -84,12 +86,14 @@ def by_hand(loss, inputs, drawn, attack):
     for _ in range(attack.steps):
         x = x.detach().requires_grad_()
         (slope,) = torch.autograd.grad(loss(x), x)
-        x = (x + attack.size * slope.sign()).clamp(min=inputs - attack.eps, max=inputs + attack.eps)
+        x = (x + attack.step_size * slope.sign()).clamp(
+            min=inputs - attack.eps, max=inputs + attack.eps
+        )
         x = x.clamp(attack.low, attack.high)
     return x.detach()
 
 
-# --- equation 2: dual norms ---------------------------------------------------------------------------------------
+# --- equation 2: dual norms ---------------------------------------------------------------------
 
 NETS = {
     "batch": lambda: nn.Sequential(
@@ -229,11 +233,17 @@ def test_what_cannot_be_chosen_is_refused(single, pairs):
         SplitMix(robust=True).init(World(single))
 
 
-# --- the attack ---------------------------------------------------------------------------------------------------
+# --- the attack ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "attack", [fq.PGD(), fq.PGD(eps=0.3, size=0.1), fq.PGD(low=-1, high=2, steps=3)], ids=repr
+    "attack",
+    [
+        fq.attacks.PGD(),
+        fq.attacks.PGD(eps=0.3, step_size=0.1),
+        fq.attacks.PGD(low=-1, high=2, steps=3),
+    ],
+    ids=repr,
 )
 def test_pgd_stays_near_and_in_range_and_raises_the_loss(attack):
     module = shaken(_net()).double().eval()
@@ -254,17 +264,17 @@ def test_pgd_stays_near_and_in_range_and_raises_the_loss(attack):
 def test_pgd_takes_modules_that_write_into_themselves_and_samples_of_any_precision():
     module = nn.Sequential(nn.ReLU(inplace=True), shaken(_net())).train()
     x, y = torch.rand(16, 1, 6, 6, generator=torch.Generator().manual_seed(1)), torch.arange(16) % 4
-    before, found = x.clone(), fq.PGD().on(module, x, y)
+    before, found = x.clone(), fq.attacks.PGD().on(module, x, y)
     assert torch.equal(x, before)
     drawn = noise.uniform(torch.tensor(noise.key(0)), x.shape, x.dtype)
     expected = by_hand(
-        lambda inputs: F.cross_entropy(module(inputs.clone()), y), x, drawn, fq.PGD()
+        lambda inputs: F.cross_entropy(module(inputs.clone()), y), x, drawn, fq.attacks.PGD()
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     assert all(weight.grad is None for weight in module.parameters())
     with torch.no_grad():
-        assert torch.equal(fq.PGD().on(module, x, y), found)
-    once = fq.PGD(start=False, steps=1)
+        assert torch.equal(fq.attacks.PGD().on(module, x, y), found)
+    once = fq.attacks.PGD(start=False, steps=1)
     finer = once.on(module, x.double(), y)
     assert finer.dtype == torch.float64
     torch.testing.assert_close(finer.float(), once.on(module, x, y), rtol=0, atol=1e-6)
@@ -272,7 +282,9 @@ def test_pgd_takes_modules_that_write_into_themselves_and_samples_of_any_precisi
 
 def test_pgd_does_not_move_samples_that_no_slope_reaches():
     x, y = torch.rand(4, 6), torch.zeros(4, dtype=torch.int64)
-    assert torch.equal(fq.PGD(start=False).on(nn.Sequential(nn.Flatten(), _Signs()), x, y), x)
+    assert torch.equal(
+        fq.attacks.PGD(start=False).on(nn.Sequential(nn.Flatten(), _Signs()), x, y), x
+    )
 
 
 class _Signs(nn.Module):
@@ -283,18 +295,21 @@ class _Signs(nn.Module):
 def test_pgd_has_the_papers_numbers():
     """Section 5.2: (ε, n) = (8/255, 7), steps of 2/255, for training, validation and test."""
     attack = SplitMix.preset("robust").attack
-    assert (attack.eps, attack.steps, attack.size, attack.start) == (8 / 255, 7, 2 / 255, True)
+    assert (attack.eps, attack.steps, attack.step_size, attack.start) == (8 / 255, 7, 2 / 255, True)
     assert fq.Evaluation().attack == attack
 
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_data_outside_of_the_range_is_refused(engine, pairs, make_data, language):
-    told = r"keeps samples in \[0, 1\]; among the training samples of data are numbers from -.*normalise = 'none'"
+    told = (
+        r"keeps samples in \[0, 1\]; among the training samples of data are numbers from "
+        r"-.*normalize = 'none'"
+    )
     method = with_local(FedAvg(), adversarial=AT())
     fleet = fq.Fleet.of((1.0,), 2, 2)
     with pytest.raises(DataError, match=told):
         fq.prepare(method, pairs, make_data(pairs, (6, 6)), fleet, engine)
-    wide = with_local(FedAvg(), adversarial=AT(attack=fq.PGD(low=-9, high=9)))
+    wide = with_local(FedAvg(), adversarial=AT(attack=fq.attacks.PGD(low=-9, high=9)))
     run = fq.prepare(
         wide,
         pairs,
@@ -313,18 +328,21 @@ def test_data_outside_of_the_range_is_refused(engine, pairs, make_data, language
 
 def test_samples_outside_of_the_range_are_not_moved_into_it():
     module, x, y = _net().eval(), torch.rand(4, 1, 6, 6), torch.zeros(4, dtype=torch.int64)
-    told = r"keeps samples in \[0, 1\]; among the samples given are numbers from -[\d.]+ to [\d.]+\. Give .*low, high"
+    told = (
+        r"keeps samples in \[0, 1\]; among the samples given are numbers from -[\d.]+ to "
+        r"[\d.]+\. Give .*low, high"
+    )
     with pytest.raises(DataError, match=told):
-        fq.PGD().on(module, 4 * x - 2, y)
-    wide = fq.PGD(low=-2, high=2)
+        fq.attacks.PGD().on(module, 4 * x - 2, y)
+    wide = fq.attacks.PGD(low=-2, high=2)
     assert float((wide.on(module, 4 * x - 2, y) - (4 * x - 2)).abs().max()) <= wide.eps + 1e-6
     with pytest.raises(
         DataError, match=r"it moves real numbers, and the samples given are torch\.uint8"
     ):
-        fq.PGD().on(module, torch.zeros(4, 1, 6, 6, dtype=torch.uint8), y)
+        fq.attacks.PGD().on(module, torch.zeros(4, 1, 6, 6, dtype=torch.uint8), y)
 
 
-# --- equation 1 and algorithm 4 -----------------------------------------------------------------------------------
+# --- equation 1 and algorithm 4 -----------------------------------------------------------------
 
 
 def start(run, client: int = 0):
@@ -382,8 +400,8 @@ def test_algorithm_4_by_hand(engine, base, masked, pairs, images):
             )
 
 
-def gradients(family, weight, images, attack=fq.PGD()):
-    local = replace(Local(), adversarial=AT(weight, attack))
+def gradients(family, weight, images, attack=fq.attacks.PGD()):
+    local = replace(LocalTraining(), adversarial=AT(weight, attack))
     learner = Learner((Phase(local.build_objective()),), local, 0.1)
     state = {name: value.double() for name, value in family.init(0).items()}
     data = images(family, (8,))
@@ -394,7 +412,9 @@ def gradients(family, weight, images, attack=fq.PGD()):
 
 
 def test_norms_learn_from_their_own_loss_alone(pairs, images):
-    """Clean norms from clean samples, noised ones from attacked samples, all else from both (Figure 3)."""
+    """Clean norms from clean samples, noised ones from attacked samples, all else from both (Figure
+    3).
+    """
     (both, _), (clean, _), (noised, _) = (
         gradients(pairs, weight, images) for weight in (0.5, 0.0, 1.0)
     )
@@ -422,7 +442,7 @@ def test_equation_1_with_single_norms(weight, single, images):
     def ce(inputs):
         return F.cross_entropy(functional_call(net, dict(state), (inputs,)), data.targets)
 
-    attacked = by_hand(ce, data.inputs, drawn, fq.PGD())
+    attacked = by_hand(ce, data.inputs, drawn, fq.attacks.PGD())
     torch.testing.assert_close(
         loss, (1 - weight) * ce(data.inputs) + weight * ce(attacked), rtol=0, atol=1e-12
     )
@@ -436,17 +456,19 @@ def test_without_weight_on_attacked_samples_it_is_standard_training(engine, pair
 
 
 def test_what_an_attack_takes(pairs, single):
-    """Seven steps there and back, and a gradient of either sample: 2·7 + 3 + 3 passes; λn 0 and 1 need one gradient."""
+    """Seven steps there and back, and a gradient of either sample: 2·7 + 3 + 3 passes; λn 0 and 1
+    need one gradient.
+    """
     macs = pairs.cost(pairs.whole).macs
     for weight, passes in ((0.5, 20), (1.0, 17), (0.0, 3)):
-        local = Local(adversarial=AT(weight))
+        local = LocalTraining(adversarial=AT(weight))
         assert (
             Learner((Phase(local.build_objective()),), local, 0.1).macs(
                 pairs.member(pairs.whole), [4, 2]
             )
             == 6 * passes * macs
         )
-    method = SHeteroFL(local=Local(adversarial=AT()))
+    method = SHeteroFL(local=LocalTraining(adversarial=AT()))
     job = Job(
         Client(0, Budget(share=1.0), 4),
         method.plan(None, Client(0, Budget(share=1.0)), World(single))[0],
@@ -468,22 +490,24 @@ def test_robust_runs_track_norms_without_rescaling():
     assert SplitMix.preset("digits-robust").lr(0) == 0.1
 
 
-# --- engines ------------------------------------------------------------------------------------------------------
+# --- engines ------------------------------------------------------------------------------------
 
 RAGGED = (7, 4, 9, 5, 8, 4)
 VARIANTS = {
     "splitmix": SplitMix.preset("robust", base=0.25),
-    "splitmix-post": SplitMix(local=Local(norm="post"), base=0.25, robust=True),
-    "splitmix-post-own": SplitMix(local=Local(norm="post-own"), base=0.25, robust=True),
-    "splitmix-lbn": with_local(SplitMix.preset("robust", base=0.25), norm="local-all"),
+    "splitmix-post": SplitMix(local=LocalTraining(norm="post"), base=0.25, robust=True),
+    "splitmix-post-own": SplitMix(local=LocalTraining(norm="post-own"), base=0.25, robust=True),
+    "splitmix-lbn": with_local(SplitMix.preset("robust", base=0.25), norm="per_client-all"),
     "splitmix-released": with_local(
         SplitMix.preset("cifar10-robust-released", base=0.25), epochs=1
     ),
-    "fedavg-evaluation": FedAvg(local=Local(adversarial=AT(search="evaluation"), scaler=True)),
-    "fedavg": FedAvg(local=Local(adversarial=AT(0.3), norm="tracked")),
-    "fedprox": FedProx(local=Local(adversarial=AT(1.0)), mu=0.5),
-    "sheterofl": SHeteroFL(local=Local(adversarial=AT())),
-    "heterofl": HeteroFL(local=Local(adversarial=AT(), masked="client", norm="local")),
+    "fedavg-evaluation": FedAvg(
+        local=LocalTraining(adversarial=AT(search="evaluation"), scaler=True)
+    ),
+    "fedavg": FedAvg(local=LocalTraining(adversarial=AT(0.3), norm="tracked")),
+    "fedprox": FedProx(local=LocalTraining(adversarial=AT(1.0)), mu=0.5),
+    "sheterofl": SHeteroFL(local=LocalTraining(adversarial=AT())),
+    "heterofl": HeteroFL(local=LocalTraining(adversarial=AT(), masked="client", norm="per_client")),
 }
 
 
@@ -504,7 +528,7 @@ def test_every_layout_gives_the_same_numbers(name, pairs, images, play):
     fleet = fq.Fleet.of(SHARES, 6, 6)
     truth = play(method, pairs, data, fleet=fleet, evaluation=how, rounds=1)
     for layout in ("auto", "stack", "alone"):
-        run = fq.prepare(method, pairs, data, fleet, "vectorised", precision="fp64", evaluation=how)
+        run = fq.prepare(method, pairs, data, fleet, "vectorized", precision="fp64", evaluation=how)
         run.engine.layout = layout
         assert_same(truth, run.train(1))
 
@@ -515,12 +539,11 @@ def test_single_norms_give_the_same_numbers(single, images, play):
     truth, other = (play(method, single, data, engine=engine, evaluation=how) for engine in LOCAL)
     assert_same(truth, other)
     assert {"standard", "robust"} <= set(truth.records[-1].grades.metrics)
-    assert not any(
-        "/" in metric for metric in truth.records[-1].grades.metrics
-    )  # one net, whatever is asked
+    # one net, whatever is asked
+    assert not any("/" in metric for metric in truth.records[-1].grades.metrics)
 
 
-# --- joint width and robustness -----------------------------------------------------------------------------------
+# --- joint width and robustness -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -531,8 +554,10 @@ def test_single_norms_give_the_same_numbers(single, images, play):
     ],
 )
 def test_every_width_has_every_robustness(engine, pairs, images, play):
-    """Figure 7 (c, d): accuracy by share and λ, averaged over users, is that of the deployed mixtures."""
-    attack, robustness = fq.PGD(start=False), (0.0, 0.2, 1.0)
+    """Figure 7 (c, d): accuracy by share and λ, averaged over users, is that of the deployed
+    mixtures.
+    """
+    attack, robustness = fq.attacks.PGD(start=False), (0.0, 0.2, 1.0)
     method = with_local(SplitMix.preset("robust", base=0.25), batch_size=4, norm="post")
     data = images(pairs, (8,) * 3)
     how = fq.Evaluation(every=0, robustness=robustness, attack=attack, batch_size=6)
@@ -559,7 +584,7 @@ def test_every_width_has_every_robustness(engine, pairs, images, play):
 
 def test_a_deployed_mixture_is_told_its_robustness_without_being_rebuilt(pairs, images, play):
     method = with_local(
-        SplitMix.preset("robust", base=0.25), batch_size=4, optimiser=fq.SGD(lr=0.5)
+        SplitMix.preset("robust", base=0.25), batch_size=4, optimizer=fq.optimizers.SGD(lr=0.5)
     )
     run = play(method, pairs, images(pairs, (8,) * 3), SHARES)
     x = torch.rand(5, 1, 6, 6, dtype=torch.float64)
@@ -578,7 +603,7 @@ def test_a_deployed_mixture_is_told_its_robustness_without_being_rebuilt(pairs, 
 
 
 def test_noised_norms_are_calibrated_on_attacked_samples(pairs, images):
-    data, attack = images(pairs, (12,)), fq.PGD(eps=0.5, size=0.2, start=False)
+    data, attack = images(pairs, (12,)), fq.attacks.PGD(eps=0.5, step_size=0.2, start=False)
     weights = {
         name: value.double() for name, value in pairs.init(3).items() if name in pairs.trainable
     }
@@ -586,16 +611,19 @@ def test_noised_norms_are_calibrated_on_attacked_samples(pairs, images):
     found, world = [], World(pairs, precision="fp64")
     for kind in LOCAL.values():
         engine = kind(data, precision="fp64")
-        attacking = with_local(FedAvg(), adversarial=fq.AdversarialTraining(attack=attack))
-        found.extend(engine.calibrate(fq.Federation(world, attacking), [(submodel, weights)], 12))
+        attacking = with_local(FedAvg(), adversarial=fq.attacks.AdversarialTraining(attack=attack))
+        found.extend(
+            engine.calibrate(fq.methods.api.Federation(world, attacking), [(submodel, weights)], 12)
+        )
     assert found[0].keys() == set(pairs.statistics)
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-12)
     clean = [value for name, value in found[0].items() if ".clean." in name]
     noised = [value for name, value in found[0].items() if ".noised." in name]
     assert not all(torch.allclose(a, b, atol=1e-3) for a, b in zip(clean, noised, strict=True))
+    # equal norms that see equal samples
     (same,) = engine.calibrate(
-        fq.Federation(world, FedAvg()), [(submodel, weights)], 12
-    )  # equal norms that see equal samples
+        fq.methods.api.Federation(world, FedAvg()), [(submodel, weights)], 12
+    )
     for name, value in same.items():
         if ".clean." in name:
             torch.testing.assert_close(value, same[name.replace(".clean.", ".noised.")])
@@ -604,11 +632,11 @@ def test_noised_norms_are_calibrated_on_attacked_samples(pairs, images):
 @pytest.mark.parametrize("robustness", [0.0, 0.3, 1.0])
 def test_a_test_attacks_the_net_as_it_is_mixed(robustness, pairs):
     """Through its norms at this λ, not through the clean ones."""
-    module, attack = shaken(pairs.module(pairs.whole)).double(), fq.PGD()
+    module, attack = shaken(pairs.module(pairs.whole)).double(), fq.attacks.PGD()
     weights, generator = dict(module.state_dict()), torch.Generator().manual_seed(3)
     x, drawn = (torch.rand(6, 1, 6, 6, generator=generator, dtype=torch.float64) for _ in range(2))
     y, mode = torch.arange(6) % 4, Pass(statistics="batch", robustness=robustness)
-    net, kind = pairs.member(pairs.whole).net, Kind((Submodel(pairs.whole),), mode, attack)
+    net, kind = pairs.member(pairs.whole).net, EvalSpec((Submodel(pairs.whole),), mode, attack)
     found = kind.inputs(World(pairs), weights, x, y, drawn)
     truth = by_hand(lambda some: F.cross_entropy(net(weights, some, mode)[0], y), x, drawn, attack)
     torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
@@ -623,13 +651,13 @@ def test_nothing_is_attacked_unless_asked(pairs, images, play, monkeypatch):
     def refused(*_args):
         raise AssertionError("nobody asked for an attack")
 
-    monkeypatch.setattr(fq.PGD, "__call__", refused)
-    monkeypatch.setattr(fq.PGD, "check", refused)
-    run = play(FedAvg(), pairs, images(pairs, (6, 6)), engine="vectorised")
+    monkeypatch.setattr(fq.attacks.PGD, "__call__", refused)
+    monkeypatch.setattr(fq.attacks.PGD, "check", refused)
+    run = play(FedAvg(), pairs, images(pairs, (6, 6)), engine="vectorized")
     assert not any("robust" in metric for metric in run.records[-1].grades.metrics)
 
 
-# --- runs on disk and settings ------------------------------------------------------------------------------------
+# --- runs on disk and settings ------------------------------------------------------------------
 
 
 def test_a_resumed_run_goes_on_with_both_norms(tmp_path, pairs, images):
@@ -672,9 +700,11 @@ def test_a_file_asks_for_dual_norms_and_attacks():
 
     asked = Experiment.of(SETTINGS)
     assert asked.method.local.adversarial == AT(0.3)
-    assert asked.evaluation == fq.Evaluation(robustness=(0.0, 0.5, 1.0), attack=fq.PGD(steps=3))
+    assert asked.evaluation == fq.Evaluation(
+        robustness=(0.0, 0.5, 1.0), attack=fq.attacks.PGD(steps=3)
+    )
     assert Experiment.of(tomllib.loads(asked.to_toml())) == asked
-    data, _ = asked.data.deal(2, 0)
+    data, _ = asked.data.federate(2, 0)
     assert asked.model.trace(data).dual
     with pytest.raises(ConfigError, match="MLP; it has no norm layer"):
         replace(asked.model, name="mlp").trace(data)
@@ -682,7 +712,7 @@ def test_a_file_asks_for_dual_norms_and_attacks():
 
 def test_attacks_raise_the_plain_cross_entropy_of_the_net_that_is_trained():
     for share in (None, 0.5):
-        objective = Local(masked="client", adversarial=AT()).build_objective(share)
+        objective = LocalTraining(masked="client", adversarial=AT()).build_objective(share)
         assert isinstance(objective, Adversarial)
         assert objective.raised == TaskLoss(share)
         assert objective.objective == MaskedCrossEntropy("client", share)
@@ -693,7 +723,7 @@ def test_sweeps_see_the_same_attacks(norm, pairs, images, play):
     """Tests and calibration as a GPU goes through them, batch after batch of one size."""
     method = with_local(SplitMix.preset("robust", base=0.5), batch_size=4, norm=norm)
     data = images(pairs, (8, 8), tests=40)
-    how = fq.Evaluation(every=0, robustness=(0.5,), batch_size=4, local=False)
+    how = fq.Evaluation(every=0, robustness=(0.5,), batch_size=4, per_client=False)
     truth = play(method, pairs, data, (1.0, 0.5), evaluation=how, rounds=1)
     run = fq.prepare(
         method, pairs, data, fq.Fleet.of((1.0, 0.5), 2, 2), precision="fp64", evaluation=how

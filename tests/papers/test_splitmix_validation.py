@@ -28,14 +28,18 @@ def predicts(run: fq.Run, label: int, scope: str) -> dict[str, torch.Tensor]:
 
 
 def hands_out(run: fq.Run) -> int:
-    """Return the class that the first base net in the order predicts, where each net predicts one class."""
+    """Return the class that the first base net in the order predicts, where each net predicts one
+    class.
+    """
     net = run.deploy(Budget(share=0.5))
     return int(net(run.data.inputs[:1]).argmax(1))
 
 
 @pytest.fixture
 def split(perceptron, make_data) -> fq.FederatedData:
-    """Return data whose training samples have class 0, validation samples class 1 and test samples class 2."""
+    """Return data whose training samples have class 0, validation samples class 1 and test samples
+    class 2.
+    """
     data = make_data(perceptron, (6, 5, 7)).with_validation(0.4)
     targets = torch.zeros_like(data.targets)
     targets[data.validation_parts.order] = 1
@@ -43,8 +47,10 @@ def split(perceptron, make_data) -> fq.FederatedData:
 
 
 def prepared(data, family, engine, **how) -> fq.Run:
-    """Return a run whose first base net knows the training samples alone, and the second the validation samples."""
-    evaluation = fq.Evaluation(local=False, **how)
+    """Return a run whose first base net knows the training samples alone, and the second the
+    validation samples.
+    """
+    evaluation = fq.Evaluation(per_client=False, **how)
     run = fq.prepare(
         SORTED,
         family,
@@ -68,15 +74,17 @@ def test_line_9_sorts_by_validation_samples(engine, perceptron, split):
 
 
 def test_the_net_that_validation_samples_prefer_is_the_one_evaluated(perceptron, split):
-    """A device of share 1/2 gets the first net, which is right for all validation and for no test samples."""
-    method = SORTED.with_local(optimiser=fq.SGD(lr=1e-9), batch_size=4, scaler=False)
+    """A device of share 1/2 gets the first net, which is right for all validation and for no test
+    samples.
+    """
+    method = SORTED.with_local(optimizer=fq.optimizers.SGD(lr=1e-9), batch_size=4, scaler=False)
     for on, expected in (("validation", 1.0), ("test", 0.0)):
         run = prepared(split, perceptron, "sequential", on=on)
         run.federation = replace(run.federation, method=method)
         assert run.train(1).accuracy["0.5"] == expected
 
 
-@pytest.mark.parametrize("norm", ["local", "local-all", "post-own"])
+@pytest.mark.parametrize("norm", ["per_client", "per_client-all", "post-own"])
 def test_an_order_is_refused_where_every_client_has_nets_of_its_own(norm):
     with pytest.raises(
         ConfigError,

@@ -1,4 +1,6 @@
-"""A small federation that may be killed at any moment: `python -m tests.resume.federation METHOD DIR ROUNDS`."""
+"""A small federation that may be killed at any moment: `python -m tests.resume.federation METHOD
+DIR ROUNDS`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 import torch
 
 import fedquilt as fq
-from fedquilt.fleets import net_budgets
+from fedquilt.fleets.budgets import net_budgets
 from fedquilt.methods import DSFL, FedBN, FedDF, FedET, FedRolex, ProgFed, RaFL
 from fedquilt.models import PreResNet
 from fedquilt.round.merge import ServerMomentum
@@ -25,25 +27,28 @@ class Keeping(FedBN):
         return replace(super().learner(job, world), keep_slots=True)
 
 
-LOCAL = fq.Local(batch_size=8)
+LOCAL = fq.LocalTraining(batch_size=8)
 SHARES = (1.0, 0.5, 0.25)
 FEW_STEPS = ServerTraining(batch_size=4, steps=4, check_every=2)
 METHODS = {
-    "fedavg": fq.methods.FedAvg(local=LOCAL, server=ServerMomentum()),
+    "fedavg": fq.methods.FedAvg(local=LOCAL, server_optimizer=ServerMomentum()),
     "heterofl": fq.methods.HeteroFL(local=LOCAL),
     "updates": fq.methods.FedRolex(local=LOCAL, weighting="updates"),
-    "fedbn": fq.methods.FedBN(local=replace(LOCAL, norm="local")),
-    "keeping": Keeping(local=replace(LOCAL, norm="local")),
+    "fedbn": fq.methods.FedBN(local=replace(LOCAL, norm="per_client")),
+    "keeping": Keeping(local=replace(LOCAL, norm="per_client")),
     "lossy": fq.methods.FedRolex(local=LOCAL),
+    "deadline": fq.methods.FedRolex(local=replace(LOCAL, keep_optimizer=True)),
     # Three stages of two, two and more rounds, the first of the second and third a warm-up.
     "growing": ProgFed(
-        FedRolex(local=replace(LOCAL, keep_optimizer=True, norm="local")),
+        FedRolex(local=replace(LOCAL, keep_optimizer=True, norm="per_client")),
         stages=("stages.0.0", "stages.0.1", "stages.1"),
         stage_rounds=2,
         warmup=1,
         rounds=25,
     ),
-    "scaffold": fq.methods.Scaffold(local=replace(LOCAL, optimiser=fq.SGD(momentum=0.0))),
+    "scaffold": fq.methods.Scaffold(
+        local=replace(LOCAL, optimizer=fq.optimizers.SGD(momentum=0.0))
+    ),
     "feddf": FedDF(local=LOCAL, prototypes=SHARES, server_training=FEW_STEPS),
     "dsfl": DSFL(local=LOCAL, prototypes=SHARES, server_training=FEW_STEPS, samples=12),
     "fedet": FedET(local=LOCAL, prototypes=SHARES[1:], server_training=FEW_STEPS),
@@ -54,10 +59,10 @@ METHODS = {
         transfer=True,
     ),
 }
+CODEC = fq.links.Codec(bits=4, keep=0.5, feedback=True, down=True)
 LINKS = {
-    "lossy": fq.Link(
-        fq.Columns(0.1, 0.3), fq.Codec(bits=4, keep=0.5, feedback=True, down=True), fq.Clock()
-    )
+    "lossy": fq.Link(fq.links.ColumnLoss(0.1, 0.3), CODEC, fq.links.Clock()),
+    "deadline": fq.Link(codec=CODEC, clock=fq.links.Clock(down=1e6, up=(1e5, 1e4), deadline=0.3)),
 }
 
 
@@ -75,7 +80,9 @@ def _pairs() -> fq.Family:
 
 
 def federate(method: str, out: Path, rounds: int) -> None:
-    """Twelve clients of three sizes, four a round; a checkpoint every round; memories that do not all fit."""
+    """Twelve clients of three sizes, four a round; a checkpoint every round; memories that do not
+    all fit.
+    """
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(1)
     x, y = torch.randn(144, 1, 6, 6, generator=draw), torch.randint(4, (144,), generator=draw)
@@ -92,8 +99,8 @@ def federate(method: str, out: Path, rounds: int) -> None:
         evaluation=fq.Evaluation(every=3),
         out=out,
         resume=True,
-        checkpointing=fq.Checkpointing(rounds=1),
-        memory_limit=50_000,
+        checkpoint=fq.Checkpointing(rounds=1),
+        client_state_memory=50_000,
         link=LINKS.get(method, fq.Link()),
     )
 

@@ -17,8 +17,8 @@ from tests.conftest import assert_same
 SIZES = (7, 4, 9, 5)
 NUM_PUBLIC = 10
 ROUNDS = 4
-LOCAL = fq.Local(batch_size=4, optimiser=fq.SGD(lr=0.1))
-HOW = ServerTraining(fq.Adam(lr=0.01), batch_size=4, steps=6, check_every=2)
+LOCAL = fq.LocalTraining(batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1))
+HOW = ServerTraining(fq.optimizers.Adam(lr=0.01), batch_size=4, steps=6, check_every=2)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def federate(perceptron, make_data, tmp_path):
     fleet = fq.Fleet.of((1.0, 0.5), 4, 3, dynamic=True)
 
     def federate(
-        name: str, folder: str, rounds: int, engine: str = "vectorised", **options
+        name: str, folder: str, rounds: int, engine: str = "vectorized", **options
     ) -> fq.Run:
         more = {"samples": 6} if name == "dsfl" else {}
         method = METHODS[name](local=LOCAL, prototypes=(1.0, 0.5), server_training=HOW, **more)
@@ -41,15 +41,15 @@ def federate(perceptron, make_data, tmp_path):
             rounds,
             out=tmp_path / folder,
             resume=True,
-            checkpointing=fq.Checkpointing(rounds=1),
-            memory_limit=1000,
+            checkpoint=fq.Checkpointing(rounds=1),
+            client_state_memory=1000,
             **options,
         )
 
     return federate
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("name", ["feddf", "dsfl", "fedet"])
 def test_a_run_stopped_after_two_rounds_ends_like_one_that_was_not(name, engine, federate):
     whole = federate(name, "whole", ROUNDS, engine)
@@ -65,7 +65,9 @@ def test_a_run_stopped_after_two_rounds_ends_like_one_that_was_not(name, engine,
 
 @pytest.mark.parametrize("name", ["feddf", "dsfl", "fedet"])
 def test_a_run_over_a_link_that_loses_and_codes_is_resumed(name, federate):
-    link = fq.Link(fq.Columns((0.1, 0.3), 0.4), fq.Codec(bits=8, feedback=True, down=True))
+    link = fq.Link(
+        fq.links.ColumnLoss((0.1, 0.3), 0.4), fq.links.Codec(bits=8, feedback=True, down=True)
+    )
     whole = federate(name, "whole", ROUNDS, link=link)
     federate(name, "stopped", 2, link=link)
     assert_same(whole, federate(name, "stopped", ROUNDS, link=link), atol=0)
@@ -73,7 +75,7 @@ def test_a_run_over_a_link_that_loses_and_codes_is_resumed(name, federate):
 
 def test_a_checkpoint_holds_the_global_predictions_and_the_clients_nets(federate, tmp_path: Path):
     run = federate("dsfl", "run", 2)
-    state = fq.load(tmp_path / "run")
+    state = fq.load_state(tmp_path / "run")
     assert PREDICTIONS in state.extras
     for name, value in run.server.extras.items():
         assert torch.equal(state.extras[name], value)

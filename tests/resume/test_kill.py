@@ -1,4 +1,6 @@
-"""Runs that are killed at random moments, also while a checkpoint is written, end like one that never was."""
+"""Runs that are killed at random moments, also while a checkpoint is written, end like one that
+never was.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.files import TEMPORARY
+from fedquilt.storage.files import TEMPORARY
 from tests.resume.federation import METHODS, federate
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +98,8 @@ def kill(command: list[str], out: Path, draw: random.Random, in_a_checkpoint: bo
 
 
 def is_stopped_while_writing(process: subprocess.Popen[bytes], out: Path) -> bool:
-    """Stop a process that writes a checkpoint, and return True if the file is still half-written then.
+    """Stop a process that writes a checkpoint, and return True if the file is still half-written
+    then.
 
     Else the process goes on, because it has finished the file before it was stopped.
     """
@@ -123,7 +126,9 @@ def survive(run: Script | Terminal, folder: Path, kills: int, seed: int) -> None
 
 
 def untimed(record: dict[str, object]) -> dict[str, object]:
-    """Return a record without the times that no two runs share, and without the checksum, which covers them."""
+    """Return a record without the times that no two runs share, and without the checksum, which
+    covers them.
+    """
     return {
         name: value
         for name, value in record.items()
@@ -133,7 +138,7 @@ def untimed(record: dict[str, object]) -> dict[str, object]:
 
 def assert_same(killed: Path, whole: Path, total: int) -> None:
     """Bit for bit: weights, slots, memories; and the records but for the time they took."""
-    mine, theirs = fq.load(killed), fq.load(whole)
+    mine, theirs = fq.load_state(killed), fq.load_state(whole)
     assert mine.round == theirs.round == total
     assert_equal(mine.weights, theirs.weights)
     assert_equal(mine.slots, theirs.slots)
@@ -179,14 +184,16 @@ def test_killed_runs_end_like_one_that_was_not(run, kills, tmp_path):
 
 
 def test_a_run_over_a_lossy_coding_link_ends_as_if_it_had_not_been_stopped(tmp_path):
-    """What clients keep for the link (padding, error feedback, what they received) is in the checkpoint."""
+    """What clients keep for the link (padding, error feedback, what they received) is in the
+    checkpoint.
+    """
     for rounds in (1, 4, 5):
         federate("lossy", tmp_path / "stopped", rounds)
     federate("lossy", tmp_path / "whole", 5)
-    whole = fq.load(tmp_path / "whole")
+    whole = fq.load_state(tmp_path / "whole")
     assert all({"residual", "received"} <= memory.slots.keys() for memory in whole.memory.values())
-    assert_equal(fq.load(tmp_path / "stopped").weights, whole.weights)
-    theirs = fq.load(tmp_path / "stopped").memory
+    assert_equal(fq.load_state(tmp_path / "stopped").weights, whole.weights)
+    theirs = fq.load_state(tmp_path / "stopped").memory
     assert list(theirs) == list(whole.memory)
     for key, memory in whole.memory.items():
         assert_equal(theirs[key].weights, memory.weights)
@@ -198,7 +205,7 @@ def test_a_run_weighted_by_updates_ends_as_if_it_had_not_been_stopped(tmp_path):
     for rounds in (1, 3, 4):
         federate("updates", tmp_path / "stopped", rounds)
     federate("updates", tmp_path / "whole", 4)
-    stopped, whole = fq.load(tmp_path / "stopped"), fq.load(tmp_path / "whole")
+    stopped, whole = fq.load_state(tmp_path / "stopped"), fq.load_state(tmp_path / "whole")
     assert_equal(stopped.weights, whole.weights)
     steps = {key: memory.steps for key, memory in whole.memory.items()}
     assert sum(steps.values()) == 4 * 4 * 2  # rounds, clients, batches
@@ -206,11 +213,13 @@ def test_a_run_weighted_by_updates_ends_as_if_it_had_not_been_stopped(tmp_path):
 
 
 def test_a_growing_run_that_is_stopped_after_every_round_ends_as_if_it_had_not_been(tmp_path):
-    """What clients keep of blocks and heads, windows and momentum is in the checkpoints of all stages."""
+    """What clients keep of blocks and heads, windows and momentum is in the checkpoints of all
+    stages.
+    """
     for rounds in range(1, 7):
         federate("growing", tmp_path / "stopped", rounds)
     federate("growing", tmp_path / "whole", 6)
-    stopped, whole = fq.load(tmp_path / "stopped"), fq.load(tmp_path / "whole")
+    stopped, whole = fq.load_state(tmp_path / "stopped"), fq.load_state(tmp_path / "whole")
     assert_equal(stopped.weights, whole.weights)
     assert_same_memories(stopped, whole)
     assert any(memory.slots for memory in whole.memory.values())
@@ -219,11 +228,12 @@ def test_a_growing_run_that_is_stopped_after_every_round_ends_as_if_it_had_not_b
 @pytest.mark.slow
 def test_a_run_killed_in_each_stage_ends_like_one_that_was_not(tmp_path):
     run, out = Script("growing", 7), tmp_path / "killed"
+    # rounds: in stage 1, after the warm-up of stage 2 and after that of stage 3
     for behind in (
         1,
         3,
         5,
-    ):  # rounds: in stage 1, after the warm-up of stage 2 and after that of stage 3
+    ):
         with subprocess.Popen(run.command(out), cwd=ROOT, stdout=subprocess.DEVNULL) as process:
             while process.poll() is None and rounds(out) < behind:
                 time.sleep(0.0002)

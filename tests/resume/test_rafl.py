@@ -1,4 +1,6 @@
-"""Runs with private nets on clients: stopped and resumed they end like one that was not, bit by bit."""
+"""Runs with private nets on clients: stopped and resumed they end like one that was not, bit by
+bit.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from tests.conftest import assert_same
 from tests.pairs import SIZES, limits, plain_pairs
 
 ROUNDS = 4
-LOCAL = fq.Local(batch_size=4, optimiser=fq.SGD(lr=0.1), keep_optimizer=True)
-HOW = ServerTraining(fq.Adam(lr=0.01), batch_size=4, steps=4, check_every=2)
+LOCAL = fq.LocalTraining(batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1), keep_optimizer=True)
+HOW = ServerTraining(fq.optimizers.Adam(lr=0.01), batch_size=4, steps=4, check_every=2)
 METHODS = {
     "a": RaFL(local=LOCAL),
     "b": RaFL(local=LOCAL, distil=True, server_training=HOW),
@@ -25,7 +27,9 @@ METHODS = {
 
 @pytest.fixture
 def federate(make_data, tmp_path):
-    """Play or resume a run of three clients a round, in a folder of its own, with memories that do not all fit."""
+    """Play or resume a run of three clients a round, in a folder of its own, with memories that do
+    not all fit.
+    """
     family = plain_pairs()
     data = make_data(family, SIZES, labels=2)
     fleet = fq.Fleet.of(limits(family), 4, 3)
@@ -39,8 +43,8 @@ def federate(make_data, tmp_path):
             rounds=rounds,
             out=tmp_path / folder,
             resume=True,
-            checkpointing=fq.Checkpointing(rounds=1),
-            memory_limit=500,
+            checkpoint=fq.Checkpointing(rounds=1),
+            client_state_memory=500,
             **options,
         )
 
@@ -59,7 +63,7 @@ def test_a_run_stopped_after_two_rounds_ends_like_one_that_was_not(name, federat
 
 
 def test_a_run_over_a_link_that_loses_and_codes_is_resumed(federate):
-    link = fq.Link(fq.Columns(0.1, 0.3), fq.Codec(bits=8, feedback=True, down=True))
+    link = fq.Link(fq.links.ColumnLoss(0.1, 0.3), fq.links.Codec(bits=8, feedback=True, down=True))
     whole = federate("c", "whole", ROUNDS, link=link)
     federate("c", "stopped", 2, link=link)
     assert_same(whole, federate("c", "stopped", ROUNDS, link=link), atol=0)
@@ -69,7 +73,7 @@ def test_a_checkpoint_has_the_private_nets_of_the_clients_that_have_trained(
     federate, tmp_path: Path
 ):
     run = federate("a", "run", 2)
-    state = fq.load(tmp_path / "run")
+    state = fq.load_state(tmp_path / "run")
     assert all(name.startswith("knowledge.") for name in state.weights)
     assert state.memory.keys() == run.server.memory.keys()
     for (client, scope), memory in run.server.memory.items():
@@ -83,7 +87,9 @@ def test_a_checkpoint_has_the_private_nets_of_the_clients_that_have_trained(
 
 
 def test_a_rounds_checkpoint_grows_with_the_cohort(make_data, tmp_path: Path):
-    """Three clients train in a round, of six or of thirty: what the last round wrote is about as large."""
+    """Three clients train in a round, of six or of thirty: what the last round wrote is about as
+    large.
+    """
     family = plain_pairs()
     sizes = []
     for count in (6, 30):
@@ -97,7 +103,7 @@ def test_a_rounds_checkpoint_grows_with_the_cohort(make_data, tmp_path: Path):
             fleet,
             rounds=1,
             out=out,
-            checkpointing=fq.Checkpointing(rounds=1),
+            checkpoint=fq.Checkpointing(rounds=1),
         )
         sizes.append(sum(file.stat().st_size for file in out.rglob("*memor*") if file.is_file()))
     assert sizes[0] > 0

@@ -54,6 +54,7 @@ def test_one_error_names_every_field() -> None:
     with pytest.raises(ConfigError) as caught:
         within(Thing(one=2.0), one="[0, 1]", many="[0, 1]", maybe="[0, 1]")
     assert str(caught.value) == (
-        "Thing: one = 2.0 was asked for; it must lie in [0, 1]. maybe = None was asked for; it must lie in [0, 1]."
+        "Thing: one = 2.0 was asked for; it must lie in [0, 1]. maybe = None was asked for; it "
+        "must lie in [0, 1]."
     )
     assert list(caught.value.fields) == ["one", "maybe"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.conformance import Finding
+from fedquilt.conformance.method import Finding
 from fedquilt.errors import ConfigError
 from fedquilt.methods import METHODS, HeteroFL
 from fedquilt.names import find, is_in_module, is_reference, name_of
@@ -68,7 +68,7 @@ def test_references_are_in_files_or_modules() -> None:
 
 
 def test_classes_of_installed_packages_are_named_by_their_module() -> None:
-    assert name_of(Finding) == "fedquilt.conformance:Finding"
+    assert name_of(Finding) == "fedquilt.conformance.method:Finding"
     assert name_of(HeteroFL) == "fedquilt.methods.heterofl:HeteroFL"
     assert name_of(pytest.Module) == "_pytest.python:Module"
     assert find({}, name_of(HeteroFL), "method") is HeteroFL

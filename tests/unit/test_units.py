@@ -44,6 +44,7 @@ def test_budgets_with_units_are_equal_to_those_with_numbers():
         ({"memory": "2XB"}, "memory='2XB' was asked for; write it like 2GB, 512MiB or 2e9"),
         ({"macs": "2MB"}, "macs='2MB' was asked for; write it like 76M, 1.5G or 2e6"),
         ({"share": "0.5"}, "share='0.5' was asked for; it must be a number above 0"),
+        ({"memory": True}, "memory=True was asked for; it must be a number above 0"),
         ({"params": "0"}, r"params=0\.0 was asked for; it must be a number above 0"),
     ],
 )

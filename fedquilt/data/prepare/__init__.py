@@ -1,7 +1,7 @@
-"""Public data sets as .npz files: download published files, check their sums, write arrays.
+"""Public data sets as .npz files: download published files, compare checksums, write arrays.
 
-The readers are tested against small local files of the published layouts. They have not been run
-against the public hosts.
+The readers are tested on small local files in the published layouts. They have not been run against
+the public hosts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from fedquilt.data.prepare.catalogue import DATA_SETS, DataSet, Recipe
 from fedquilt.data.prepare.download import Downloads, Fetched, Published, Watch
 from fedquilt.errors import ConfigError
-from fedquilt.files import write
 from fedquilt.names import known
+from fedquilt.storage.files import write
 
 __all__ = [
     "DATA_SETS",
@@ -77,26 +77,28 @@ def prepare(
     recipe: Recipe | None = None,
     watch: Watch | None = None,
 ) -> list[Prepared]:
-    """Write data sets as `out/NAME.npz`, each whole or not at all.
+    """Write data sets as `out/NAME.npz`. A file is written completely or not at all.
 
     Args:
         names: Names of `DATA_SETS`.
-        out: Folder for the files. What is downloaded is kept in its folder `downloads`.
+        out: Folder for the files. Downloads are kept in its folder `downloads`.
         origin: Folder or URL with the published files by their names. Empty: the public hosts.
-        force: True: existing files are written over.
+        force: True: existing files are overwritten.
         recipe: Number of images, random seed and fonts. None: the defaults.
         watch: Called with the name of a step, how much of it is done, and how much there is (0:
             unknown). None: progress is not reported.
 
     Raises:
-        ConfigError: A name is unknown or was given twice, or a file is there already.
-        DataError: A file cannot be obtained, has a wrong sum, or has another layout than published.
+        ConfigError: A name is unknown or repeated, or a file exists already.
+        DataError: A file cannot be obtained, has a wrong checksum, or has another layout than
+            published.
     """
     data_sets = [known(DATA_SETS, name, "data set to prepare") for name in names]
     if not data_sets or len(set(names)) < len(names):
         listed = " ".join(names) or "nothing"
         raise ConfigError(
-            f"prepare {listed} was asked for; name each data set once. Known: {', '.join(DATA_SETS)}."
+            f"prepare {listed} was asked for; name each data set once. Known: "
+            f"{', '.join(DATA_SETS)}."
         )
     paths = [out / f"{data_set.name}.npz" for data_set in data_sets]
     for path in paths:
@@ -134,12 +136,14 @@ def missing_message(name: str, folder: str | Path = FOLDER) -> str:
     file = Path(folder) / f"{name}.npz"
     if name not in DATA_SETS:
         return (
-            f"{file} is needed; there is no such file, and `fedquilt data prepare` cannot make it. It can make "
+            f"{file} is needed; there is no such file, and `fedquilt data prepare` cannot make it. "
+            "It can make "
             f"{', '.join(DATA_SETS)}."
         )
     data_set = DATA_SETS[name]
     command = shlex.join(["fedquilt", "data", "prepare", name, "--out", str(folder)])
     return (
-        f"{file} is needed; there is no such file. It holds {data_set.title}. Source: {data_set.source}. "
+        f"{file} is needed; there is no such file. It holds {data_set.title}. Source: "
+        f"{data_set.source}. "
         f"`{command}` prepares it."
     )

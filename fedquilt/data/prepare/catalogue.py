@@ -1,4 +1,4 @@
-"""Data sets that can be prepared: where they are published, and how they become arrays."""
+"""Data sets that can be prepared: their published files, and the functions that make arrays."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ MB = 10**6
 class Recipe:
     """Options of data sets whose images are drawn at random or synthesised."""
 
-    per_domain: int = (
-        2000  # Training images per domain of digits5 and syn. Test images: half as many.
-    )
+    # Training images per domain of digits5 and syn. Test images: half as many.
+    per_domain: int = 2000
     seed: int = 0  # Random seed of the choice of images, and of synthesised ones.
     fonts: Path | None = None  # Folder of fonts for SYN. None: those of matplotlib and Pillow.
 
@@ -46,7 +45,16 @@ class DataSet:
 def _published(
     name: str, host: str, md5: str, max_bytes: int, max_unpacked: int, mirror: str = ""
 ) -> Published:
-    """Return a file whose addresses are those of a host, and of a mirror, followed by its name."""
+    """Return a file that a host, and perhaps a mirror, publishes under its name.
+
+    Args:
+        name: Name of the file.
+        host: Beginning of its address.
+        md5: Published checksum. Empty: none is known.
+        max_bytes: Size above which the file is refused.
+        max_unpacked: Largest number of bytes that it may unpack to.
+        mirror: Beginning of its second address. Empty: there is none.
+    """
     hosts = (host, mirror) if mirror else (host,)
     return Published(
         name, tuple(f"{address}{name}" for address in hosts), max_bytes, max_unpacked, md5
@@ -137,7 +145,8 @@ DATA_SETS: dict[str, DataSet] = {
         DataSet(
             "mnist_writers",
             "MNIST with the writer of every digit as its client",
-            "LeCun, Cortes and Burges, http://yann.lecun.com/exdb/mnist/; writers from QMNIST by Yadav and Bottou, "
+            "LeCun, Cortes and Burges, http://yann.lecun.com/exdb/mnist/; writers from QMNIST by "
+            "Yadav and Bottou, "
             "https://github.com/facebookresearch/qmnist",
             f"{_MNIST_TERMS}; QMNIST: BSD-style licence",
             (*_MNIST, *_QMNIST),
@@ -145,11 +154,15 @@ DATA_SETS: dict[str, DataSet] = {
         ),
         DataSet(
             "digits5",
-            "Digits-Five: MNIST, SVHN, USPS, SYN-like digits and MNIST-M, 28 × 28 pixels, balanced by class",
-            "MNIST, http://yann.lecun.com/exdb/mnist/; SVHN, http://ufldl.stanford.edu/housenumbers/; USPS, "
-            f"{_LIBSVM.removesuffix('multiclass/')}multiclass.html#usps; MNIST-M by Ganin and Lempitsky, "
+            "Digits-Five: MNIST, SVHN, USPS, SYN-like digits and MNIST-M, 28 × 28 pixels, balanced "
+            "by class",
+            "MNIST, http://yann.lecun.com/exdb/mnist/; SVHN, "
+            "http://ufldl.stanford.edu/housenumbers/; USPS, "
+            f"{_LIBSVM.removesuffix('multiclass/')}multiclass.html#usps; MNIST-M by Ganin and "
+            "Lempitsky, "
             "http://yaroslav.ganin.net/; SYN-like digits, drawn here and not the published SYN",
-            f"{_MNIST_TERMS}; SVHN: non-commercial use only; USPS and MNIST-M: no licence is stated; SYN-like digits: "
+            f"{_MNIST_TERMS}; SVHN: non-commercial use only; USPS and MNIST-M: no licence is "
+            "stated; SYN-like digits: "
             f"{_SYN_TERMS}",
             (*_MNIST, *_SVHN, *_USPS, _MNISTM),
             lambda files, recipe, watch: digits5(
@@ -158,7 +171,8 @@ DATA_SETS: dict[str, DataSet] = {
         ),
         DataSet(
             "syn",
-            "SYN-like digits: synthetic house numbers after Ganin and Lempitsky (2015), not the published SYN",
+            "SYN-like digits: synthetic house numbers after Ganin and Lempitsky (2015), not the "
+            "published SYN",
             "drawn here from fonts, without a download",
             _SYN_TERMS,
             (),

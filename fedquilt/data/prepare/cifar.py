@@ -60,6 +60,7 @@ def _records(archive: Fetched, name: str, data: bytes, num_labels: int) -> np.nd
     size = num_labels + int(np.prod(IMAGE_SHAPE))
     if not data or len(data) % size:
         raise DataError(
-            f"{archive.path}: {name} has {len(data):,} bytes, which are no whole records of {size:,}."
+            f"{archive.path}: {name} has {len(data):,} bytes, which are no whole records of "
+            f"{size:,}."
         )
     return np.frombuffer(data, np.uint8).reshape(-1, size)

@@ -15,6 +15,7 @@ from fedquilt.data.prepare.mnist import mnist
 from fedquilt.data.prepare.packed import members, unpacked
 from fedquilt.data.prepare.syn import SIDE, need_pillow, synthesised
 from fedquilt.errors import ConfigError, DataError
+from fedquilt.errors.extras import how_to_install
 
 DOMAINS = ("mnist", "svhn", "usps", "syn", "mnistm")
 NUM_CLASSES = 10
@@ -58,7 +59,8 @@ def split_counts(per_domain: int) -> dict[str, int]:
     """Return the numbers of training and test images per domain, both multiples of ten."""
     if per_domain < 2 * NUM_CLASSES or per_domain % (2 * NUM_CLASSES):
         raise ConfigError(
-            f"{per_domain} images per domain were asked for; a multiple of {2 * NUM_CLASSES} can be balanced by class, "
+            f"{per_domain} images per domain were asked for; a multiple of {2 * NUM_CLASSES} can "
+            "be balanced by class, "
             "with half as many for testing."
         )
     return {"train": per_domain, "test": per_domain // 2}
@@ -89,7 +91,7 @@ def balanced(digits: np.ndarray, count: int, key: int, name: str) -> np.ndarray:
     return np.sort(np.concatenate(positions))
 
 
-# --- the published sets ---------------------------------------------------------------------------
+# --- the published sets -------------------------------------------------------------------------
 
 
 def _mnist(files: Mapping[str, Fetched], split: str, count: int, key: int) -> Samples:
@@ -106,20 +108,24 @@ def _svhn(files: Mapping[str, Fetched], split: str, count: int, key: int) -> Sam
 
 
 def _mat(file: Fetched) -> Samples:
-    """Return the images (n, 32, 32, 3) and digits of a MATLAB file. The digit 0 has the label 10."""
+    """Return the images (n, 32, 32, 3) and digits of a MATLAB file.
+
+    The digit 0 has the label 10 in the file.
+    """
     try:
         from scipy.io import loadmat, whosmat
         from scipy.io.matlab import MatReadError
     except ImportError as error:
         raise ConfigError(
-            "SVHN needs SciPy, which is not installed: pip install 'fedquilt[cli]'."
+            f"SVHN needs SciPy, which is not installed: {how_to_install('cli')}."
         ) from error
     try:
         announced = sum(math.prod(shape) for _, shape, _ in whosmat(file.path))
         if announced > file.published.max_unpacked:
             limit = file.published.max_unpacked
             raise DataError(
-                f"{file.path} announces {announced:,} numbers; the published file has at most {limit:,}."
+                f"{file.path} announces {announced:,} numbers; the published file has at most "
+                f"{limit:,}."
             )
         variables = loadmat(file.path, variable_names=("X", "y"))
         images = np.moveaxis(variables["X"], -1, 0)
@@ -128,7 +134,8 @@ def _mat(file: Fetched) -> Samples:
         raise DataError(f"{file.path} is no MATLAB file with X and y: {error}.") from error
     if images.dtype != np.uint8 or images.shape != (len(digits), 32, 32, 3):
         raise DataError(
-            f"{file.path} has X of {variables['X'].shape} and {len(digits)} labels; (32, 32, 3, n) fits."
+            f"{file.path} has X of {variables['X'].shape} and {len(digits)} labels; (32, 32, 3, n) "
+            "fits."
         )
     return images, digits.astype(np.uint8)
 
@@ -143,7 +150,8 @@ def _usps(files: Mapping[str, Fetched], split: str, count: int, key: int) -> Sam
 def _libsvm(file: Fetched) -> Samples:
     """Return the images (n, 16, 16) and digits of a LIBSVM text.
 
-    A line has the digit plus 1, and then `pixel:value` with pixels from 1 on and values from −1 to 1.
+    A line has the digit plus 1, followed by `pixel:value` with pixels from 1 on and values from −1
+    to 1.
     """
     lines = unpacked(file).splitlines()
     pixels = np.zeros((len(lines), math.prod(USPS_SHAPE)))
@@ -227,7 +235,7 @@ _READERS: dict[str, Callable[[Mapping[str, Fetched], str, int, int], Samples]] =
 }
 
 
-# --- images ---------------------------------------------------------------------------------------
+# --- images -------------------------------------------------------------------------------------
 
 
 def _coloured(grey: np.ndarray, check_size: bool = True) -> np.ndarray:
@@ -242,6 +250,6 @@ def _resized(images: np.ndarray) -> np.ndarray:
     from PIL import Image
 
     resized = [
-        Image.fromarray(one).resize((SIDE, SIDE), Image.Resampling.BILINEAR) for one in images
+        Image.fromarray(image).resize((SIDE, SIDE), Image.Resampling.BILINEAR) for image in images
     ]
-    return np.stack([np.asarray(one) for one in resized])
+    return np.stack([np.asarray(image) for image in resized])

@@ -1,4 +1,4 @@
-"""Published files: their addresses and sums, and a folder that keeps what was downloaded."""
+"""Published files: their addresses and checksums, and a folder of downloads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from urllib.request import (
 )
 
 from fedquilt.errors import DataError
-from fedquilt.files import why, write
+from fedquilt.storage.files import why, write
 from fedquilt.units import size as shown_size
 
 SCHEMES = ("http", "https", "file")
@@ -37,12 +37,12 @@ Watch = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Published:
-    """File that others publish."""
+    """File that others publish, with its addresses and its checksum."""
 
     name: str  # Name in the folder of downloads, and in the folder or URL of --from.
     urls: tuple[str, ...]  # Public addresses, in the order in which they are tried.
     max_bytes: int  # Size above which a file is refused: the exact size if it is known.
-    max_unpacked: int  # Most bytes that it may unpack to.
+    max_unpacked: int  # Largest number of bytes that it may unpack to.
     md5: str = ""  # Published sum. Empty: none is known, so that the file cannot be checked.
 
 
@@ -58,7 +58,7 @@ class Fetched:
 
     @property
     def is_checked(self) -> bool:
-        """Return True if the sum is known and right."""
+        """Return True if the published checksum is known and the file has it."""
         return bool(self.published.md5)
 
 
@@ -78,11 +78,11 @@ class Downloads:
     watch: Watch = field(default=lambda step, done, total: None)
 
     def fetch(self, published: Published) -> Fetched:
-        """Return the file with its sum checked, downloaded unless it is there already.
+        """Return a file with its checksum compared. It is downloaded unless it exists already.
 
         Raises:
-            DataError: It cannot be obtained, is larger than announced, breaks off, or has another
-                sum. Existing files stay as they are.
+            DataError: The file cannot be obtained, is larger than announced, is truncated, or has
+                another checksum. Existing files stay as they are.
         """
         if self.origin and "://" not in self.origin:
             return self._existing(published, Path(self.origin) / published.name)
@@ -103,13 +103,15 @@ class Downloads:
         )
 
     def _existing(self, published: Published, path: Path) -> Fetched:
-        """Return a file that is there already, and refuse it if its sum is wrong."""
+        """Return a file that exists already, and refuse it if its checksum is wrong."""
         try:
             with path.open("rb") as file:
                 md5, sha256, size = _sums(file)
         except OSError as error:
-            where = f" It is published at {published.urls[0]}." if published.urls else ""
-            raise DataError(f"{path} is needed; it cannot be read: {why(error)}.{where}") from error
+            address = f" It is published at {published.urls[0]}." if published.urls else ""
+            raise DataError(
+                f"{path} is needed; it cannot be read: {why(error)}.{address}"
+            ) from error
         if published.md5 and md5 != published.md5:
             remedy = "Move it away to have it downloaded again."
             if self.origin:
@@ -121,12 +123,13 @@ class Downloads:
             )
         if size > published.max_bytes:
             raise DataError(
-                f"{path} has {size:,} bytes; the published file has at most {published.max_bytes:,}."
+                f"{path} has {size:,} bytes; the published file has at most "
+                f"{published.max_bytes:,}."
             )
         return Fetched(published, path, "", size, sha256)
 
     def _download(self, published: Published, url: str, path: Path) -> Fetched:
-        """Download into a temporary file that takes its name once its sum is right."""
+        """Download into a temporary file, which is renamed once its checksum is right."""
         if urlsplit(url).scheme not in SCHEMES:
             raise DataError(f"{url} was asked for; only {', '.join(SCHEMES)} are read.")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +143,8 @@ class Downloads:
         with _opened(url) as (stream, announced):
             if announced > published.max_bytes:
                 raise DataError(
-                    f"{url} announces {announced:,} bytes; the published file has at most {published.max_bytes:,}."
+                    f"{url} announces {announced:,} bytes; the published file has at most "
+                    f"{published.max_bytes:,}."
                 )
             size_text = f" ({shown_size(announced)})" if announced else ""
             step = f"{published.name}{size_text} from {urlsplit(url).netloc or 'a local folder'}"
@@ -149,7 +153,8 @@ class Downloads:
                 size += len(chunk)
                 if size > published.max_bytes:
                     raise DataError(
-                        f"{url} sends more than {published.max_bytes:,} bytes, which the file has at most."
+                        f"{url} sends more than {published.max_bytes:,} bytes, which the file has "
+                        "at most."
                     )
                 digest.update(chunk)
                 self.watch(step, size, announced)
@@ -158,7 +163,8 @@ class Downloads:
             raise DataError(f"{url} broke off after {size:,} of {announced:,} bytes. Try again.")
         if published.md5 and digest.hexdigest() != published.md5:
             raise DataError(
-                f"{url} has the MD5 sum {digest.hexdigest()}; the published file has {published.md5}. Nothing was kept."
+                f"{url} has the MD5 sum {digest.hexdigest()}; the published file has "
+                f"{published.md5}. Nothing was kept."
             )
 
 
@@ -229,7 +235,7 @@ def _chunks(stream: BinaryIO, url: str) -> Iterator[bytes]:
 
 
 def _sums(file: BinaryIO) -> tuple[str, str, int]:
-    """Return the MD5 sum, the SHA-256 sum and the size of a file."""
+    """Return the MD5 checksum, the SHA-256 checksum and the size of a file."""
     md5 = hashlib.md5(usedforsecurity=False)
     sha256 = hashlib.sha256()
     size = 0
@@ -241,4 +247,7 @@ def _sums(file: BinaryIO) -> tuple[str, str, int]:
 
 
 def _by_hand(path: Path) -> str:
-    return f" You can also put a copy of the file at {path}, or name a folder or URL that has it with --from."
+    return (
+        f" You can also put a copy of the file at {path}, or name a folder or URL that has it "
+        "with --from."
+    )

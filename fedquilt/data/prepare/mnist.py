@@ -30,16 +30,17 @@ def idx(file: Fetched, num_dims: int) -> np.ndarray:
     expected = start + dtype.itemsize * math.prod(shape)
     if min(shape) < 0 or len(data) != expected:
         raise DataError(
-            f"{file.path} announces an array of {shape} and has {len(data):,} bytes, not {expected:,}."
+            f"{file.path} announces an array of {shape} and has {len(data):,} bytes, not "
+            f"{expected:,}."
         )
     return np.frombuffer(data, dtype, offset=start).reshape(shape)
 
 
 def mnist(files: Mapping[str, Fetched], split: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the images (n, 28, 28) and digits of MNIST's `train` or `test` part."""
-    lead = "train" if split == "train" else "t10k"
-    images = idx(files[f"{lead}-images-idx3-ubyte.gz"], 3)
-    digits = idx(files[f"{lead}-labels-idx1-ubyte.gz"], 1)
+    prefix = "train" if split == "train" else "t10k"
+    images = idx(files[f"{prefix}-images-idx3-ubyte.gz"], 3)
+    digits = idx(files[f"{prefix}-labels-idx1-ubyte.gz"], 1)
     if len(images) != len(digits):
         raise DataError(f"MNIST's {split} part has {len(images)} images and {len(digits)} labels.")
     return images, digits
@@ -58,10 +59,11 @@ def mnist_writers(files: Mapping[str, Fetched]) -> dict[str, np.ndarray]:
             raise DataError(
                 f"QMNIST's {split} labels are {extended.shape}; MNIST has {len(images)} images."
             )
-        wrong = int((extended[:, 0] != digits).sum())
-        if wrong > MAX_WRONG_LABELS * len(digits):
+        num_different = int((extended[:, 0] != digits).sum())
+        if num_different > MAX_WRONG_LABELS * len(digits):
             raise DataError(
-                f"{wrong} of QMNIST's {split} labels differ from MNIST's; they should be the same images."
+                f"{num_different} of QMNIST's {split} labels differ from MNIST's; they should be "
+                "the same images."
             )
         arrays[f"x_{split}"] = images
         arrays[f"y_{split}"] = digits

@@ -1,4 +1,4 @@
-"""Packed files: gzip, bzip2 and tar, read in memory and never beyond a known size."""
+"""Compressed files (gzip, bzip2 and tar), read in memory and never beyond a known size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def unpacked(file: Fetched) -> bytes:
         data = stream.read(limit + 1)
     if len(data) > limit:
         raise DataError(
-            f"{file.path} unpacks to more than {limit:,} bytes, which the published file has at most."
+            f"{file.path} unpacks to more than {limit:,} bytes, which the published file has at "
+            "most."
         )
     return data
 
@@ -39,15 +40,15 @@ def unpacked(file: Fetched) -> bytes:
 def members(file: Fetched, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
     """Yield the names and contents of some members of a .tar.gz file, in their order in it.
 
-    Nothing is written to disk, and other members are skipped. The whole file is refused if a path
-    leads out of the archive, or if a wanted member is a link or is there twice, because no published
+    Nothing is written to disk, and other members are skipped. The file is refused if a path leads
+    out of the archive, or if a wanted member is a link or occurs twice, because no published
     archive has such members.
 
     Args:
         file: The archive.
         is_wanted: Function of a member's path that returns True if its contents are needed.
     """
-    seen: set[str] = set()
+    names: set[str] = set()
     remaining = file.published.max_unpacked
     with (
         _readable(file),
@@ -59,20 +60,22 @@ def members(file: Fetched, is_wanted: Callable[[str], bool]) -> Iterator[tuple[s
             if remaining < 0:
                 limit = file.published.max_unpacked
                 raise DataError(
-                    f"{file.path} unpacks to more than {limit:,} bytes, which the published file has at most."
+                    f"{file.path} unpacks to more than {limit:,} bytes, which the published file "
+                    "has at most."
                 )
             path = PurePosixPath(member.name)
             if path.is_absolute() or ".." in path.parts:
                 raise DataError(
-                    f"{file.path} has a member {member.name!r}, whose path leads out of the archive."
+                    f"{file.path} has a member {member.name!r}, whose path leads out of the "
+                    "archive."
                 )
             name = str(path)
             if not is_wanted(name):
                 continue
-            if not member.isreg() or name in seen:
-                reason = "there twice" if name in seen else "no plain file"
+            if not member.isreg() or name in names:
+                reason = "there twice" if name in names else "no plain file"
                 raise DataError(f"{file.path} has an unexpected member: {name} is {reason}.")
-            seen.add(name)
+            names.add(name)
             contents = archive.extractfile(member)
             assert contents is not None
             data = contents.read()

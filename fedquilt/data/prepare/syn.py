@@ -19,6 +19,7 @@ import numpy as np
 from fedquilt import noise
 from fedquilt.data.prepare.download import Watch
 from fedquilt.errors import ConfigError, DataError
+from fedquilt.errors.extras import how_to_install
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -51,21 +52,23 @@ DEJAVU = (
     "DejaVuSerif-Italic.ttf",
 )
 _SITE = 63  # Distinguishes these random numbers from all others of the same seed.
-_REPORT_EVERY = 100  # images
+_REPORT_EVERY = 100  # Images between two reports of progress.
 
 
 def synthesised(
     count: int, split: str, seed: int, fonts: Path | None, watch: Watch
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw images (count, 28, 28, 3) as bytes, and return them with their digits, equally many of each.
+    """Draw images (count, 28, 28, 3) as bytes, and return them with their digits.
 
-    The same arguments, fonts and version of Pillow give the same bytes.
+    All digits occur equally often. The same arguments, fonts and version of Pillow give the same
+    bytes.
 
     Args:
         count: Number of images.
         split: "train" or "test". Their random numbers differ.
         seed: Random seed.
-        fonts: Folder with .ttf and .otf files. None: DejaVu, which matplotlib has, and Pillow's font.
+        fonts: Folder with .ttf and .otf files. None: DejaVu, which matplotlib has, and Pillow's
+            font.
         watch: Called with the progress.
     """
     need_pillow("syn")
@@ -99,7 +102,7 @@ def syn(
 
 @dataclass
 class Draws:
-    """Random whole numbers for one image: hashes of its key, which are the same on every machine."""
+    """Random integers for one image: hashes of its key, which are the same on every machine."""
 
     key: int
     count: int = 0
@@ -119,7 +122,7 @@ def need_pillow(name: str) -> None:
         import PIL  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"{name} needs Pillow, which is not installed: pip install 'fedquilt[images]'."
+            f"{name} needs Pillow, which is not installed: {how_to_install('images')}."
         ) from error
 
 
@@ -140,10 +143,10 @@ def _image(digit: int, draws: Draws, typefaces: tuple[Path | None, ...]) -> Imag
     mask = _written(text, labelled, font)
     mask = mask.rotate(angle, Image.Resampling.BILINEAR, translate=shift)
     size = (CANVAS, CANVAS)
-    drawn = Image.composite(
+    picture = Image.composite(
         Image.new("RGB", size, stroke), Image.new("RGB", size, background), mask
     )
-    return drawn.filter(ImageFilter.GaussianBlur(radius)).reduce(ZOOM)
+    return picture.filter(ImageFilter.GaussianBlur(radius)).reduce(ZOOM)
 
 
 def _colours(draws: Draws) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -151,28 +154,30 @@ def _colours(draws: Draws) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     while True:
         background = draws.colour()
         stroke = draws.colour()
-        contrast = sum(abs(one - other) for one, other in zip(background, stroke, strict=True))
+        contrast = sum(
+            abs(value - other_value) for value, other_value in zip(background, stroke, strict=True)
+        )
         if contrast >= MIN_CONTRAST:
             return background, stroke
 
 
 def _written(text: str, labelled: int, font: FreeTypeFont) -> Image:
-    """Return white text on black, with the labelled digit in the middle and its neighbours cut off."""
+    """Return white text on black, with the labelled digit in the centre, cropped to the canvas."""
     from PIL import Image, ImageDraw
 
     left, top, right, bottom = font.getbbox(text[labelled])
-    before = font.getlength(text[:labelled])
-    corner = (round((CANVAS - left - right) / 2 - before), round((CANVAS - top - bottom) / 2))
+    offset = font.getlength(text[:labelled])
+    corner = (round((CANVAS - left - right) / 2 - offset), round((CANVAS - top - bottom) / 2))
     mask = Image.new("L", (CANVAS, CANVAS), 0)
     ImageDraw.Draw(mask).text(corner, text, fill=255, font=font)
     return mask
 
 
-# --- fonts ----------------------------------------------------------------------------------------
+# --- fonts --------------------------------------------------------------------------------------
 
 
 def _typefaces(folder: Path | None) -> tuple[Path | None, ...]:
-    """Return the files of fonts in a fixed order. None stands for the font inside Pillow."""
+    """Return the font files in a fixed order. None means the font inside Pillow."""
     if folder is None:
         return (*_dejavu(), None)
     if not folder.is_dir():
@@ -191,14 +196,16 @@ def _dejavu() -> list[Path]:
         import matplotlib
     except ImportError as error:
         raise ConfigError(
-            "SYN-like digits are drawn with the fonts that matplotlib brings, which is not installed: pip install "
-            "'fedquilt[plot]', or name a folder of fonts with --fonts."
+            "SYN-like digits are drawn with the fonts that matplotlib brings, which is not "
+            "installed: "
+            f"{how_to_install('plot')}. A folder of fonts that --fonts names would do, too."
         ) from error
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     files = [folder / name for name in DEJAVU]
     if missing := [file for file in files if not file.is_file()]:
         raise DataError(
-            f"{missing[0]} is needed for SYN-like digits; this matplotlib does not have it. Use --fonts."
+            f"{missing[0]} is needed for SYN-like digits; this matplotlib does not have it. Use "
+            "--fonts."
         )
     return files
 

@@ -1,8 +1,7 @@
-"""What survives the way between server and client, how many bytes it took, and how long.
+"""Simulated links between server and clients: losses, coding, bytes and time.
 
-A link is made of three parts, each of which may be left out: what gets lost (`columns.py`,
-`wireless.py`), how what is sent is coded (`codec.py`, `coding.py`), and a clock (`clock.py`). Any
-method runs over any of them, on every engine.
+A link has three optional parts: a loss (`columns.py`, `wireless.py`), a codec (`codec.py`,
+`coding.py`), and a clock (`clock.py`). Any method runs over any link, on every engine.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from fedquilt.names import nearest
 from fedquilt.round.link.clock import Clock
 from fedquilt.round.link.codec import BaseCodec, ChangeSpec, Codec, Keys
 from fedquilt.round.link.coding import NOTHING, check_codec, code
-from fedquilt.round.link.columns import Columns, Loss
-from fedquilt.round.link.trip import Arrival, Trip
+from fedquilt.round.link.columns import ColumnLoss, Loss
+from fedquilt.round.link.trip import Arrival, Transmission
 from fedquilt.round.link.wireless import Wireless
 from fedquilt.tensors import Flat
 from fedquilt.terms import Payload, Submodel, Weights
@@ -32,29 +31,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Link:
-    """A way in both directions; as it is, everything arrives as it was sent."""
+    """A connection in both directions. By default everything arrives exactly as it was sent."""
 
-    loss: Loss | None = None  # none: nothing is lost
-    codec: BaseCodec | None = (
-        None  # how the change from what was received is coded; none: it is not
-    )
-    clock: Clock | None = None  # none: time is not counted
+    loss: Loss | None = None  # Model of lost values. None: nothing is lost
+    # Codec of the change that is sent. None: weights are sent without coding
+    codec: BaseCodec | None = None
+    clock: Clock | None = None  # Speeds that give the time of a round. None: time is not simulated
 
-    presets: ClassVar[Mapping[str, Link]]  # links by name
+    presets: ClassVar[Mapping[str, Link]]  # Predefined links by name
 
     def __post_init__(self) -> None:
         parts: dict[str, tuple[type, str]] = {
-            "loss": (Loss, "fq.Columns(0.1) or fq.Wireless()"),
-            "codec": (BaseCodec, "fq.Codec(bits=8)"),
-            "clock": (Clock, "fq.Clock(down=20e6, up=10e6)"),
+            "loss": (Loss, "fq.links.ColumnLoss(0.1) or fq.links.Wireless()"),
+            "codec": (BaseCodec, "fq.links.Codec(bits=8)"),
+            "clock": (Clock, "fq.links.Clock(down=20e6, up=10e6)"),
         }
-        wrong = {
-            name: f"{getattr(self, name)!r} was asked for; {fits} would fit, None for none, or a whole link by its "
+        problems = {
+            name: f"{getattr(self, name)!r} was asked for; {fits} would fit, "
+            "None for none, or a whole link by its "
             'name, such as fq.Link.preset("lossy-mild").'
             for name, (kind, fits) in parts.items()
             if not isinstance(getattr(self, name), (kind, type(None)))
         }
-        refuse(self, wrong)
+        refuse(self, problems)
 
     def __str__(self) -> str:
         return (
@@ -64,33 +63,49 @@ class Link:
 
     @classmethod
     def preset(cls, name: str) -> Link:
-        """A link by its name, such as `lossy-mild`."""
+        """Return a predefined link by its name, such as `lossy-mild`."""
         if name not in cls.presets:
             raise ConfigError(f"there is no link named {name!r}.{nearest(name, cls.presets)}")
         return cls.presets[name]
 
     @property
     def lossy(self) -> bool:
-        """Whether something may get lost: then clients keep all they trained, to pad what is missing (equation 5)."""
+        """Return True if values may get lost.
+
+        Clients then keep all that they trained, to fill in what is missing (equation 5).
+        """
         return self.loss is not None and self.loss.loses
 
     @property
     def coder(self) -> BaseCodec | None:
-        """The codec, if it does anything."""
+        """Return the codec, or None if it has no effect."""
         return None if self.codec is None or self.codec.neutral else self.codec
 
     @property
     def feedback(self) -> bool:
-        """Whether clients keep what coding lost."""
+        """Return True if clients keep the error of coding and add it to their next change."""
         return self.coder is not None and self.coder.feedback
 
     @property
     def tracks(self) -> bool:
-        """Whether both sides must know what a client received last: it need not be what was sent in this round."""
+        """Return True if both sides must keep what a client received last.
+
+        It may differ from what the server sent in this round.
+        """
         return self.coder is not None and (self.lossy or self.coder.down)
 
+    @property
+    def has_fixed_length(self) -> bool:
+        """Return True if the length of a message does not depend on the values that are sent."""
+        return self.coder is None or self.coder.has_fixed_length
+
+    @property
+    def deadline(self) -> float | None:
+        """Return the seconds that clients of a round have. None: the server waits for all."""
+        return None if self.clock is None else self.clock.deadline
+
     def check(self, num_clients: int) -> None:
-        """Refuse what does not fit so many clients."""
+        """Refuse per-client values whose number does not fit the number of clients."""
         for part in (self.loss, self.clock):
             if part is not None:
                 part.check(num_clients)
@@ -100,25 +115,46 @@ class Link:
         if self.codec is not None:
             check_codec(self.codec, world, self.lossy, device)
 
-    def reach(self, submodel: Submodel, trip: Trip) -> Submodel | None:
-        """What arrives of what is sent, known without sending it; None: nothing."""
+    def reach(self, submodel: Submodel, trip: Transmission) -> Submodel | None:
+        """Return the part of a sub-model that will arrive, or None if nothing does.
+
+        Nothing is sent. The part depends on random numbers of this transmission only.
+        """
         return self.loss.reach(submodel, trip) if self.loss is not None and self.lossy else submodel
 
-    def down(self, payload: Payload, trip: Trip, known: Weights = NOTHING) -> Arrival:
-        """What arrives at the client; `known` is what both sides know that it received before."""
+    def down(self, payload: Payload, trip: Transmission, known: Weights = NOTHING) -> Arrival:
+        """Send a payload to a client, and return what arrives.
+
+        Args:
+            payload: What the server sends.
+            trip: Client, round and direction.
+            known: Weights that both sides know the client received before. Changes from them are
+                coded.
+        """
         codec = self.coder if self.coder and self.coder.down else None
         return self._carry(payload, trip, codec, known, NOTHING)
 
     def up(
-        self, payload: Payload, trip: Trip, known: Weights = NOTHING, residual: Weights = NOTHING
+        self,
+        payload: Payload,
+        trip: Transmission,
+        known: Weights = NOTHING,
+        residual: Weights = NOTHING,
     ) -> Arrival:
-        """What arrives at the server; `known` is what the client received, `residual` what coding lost before."""
+        """Send a payload to the server, and return what arrives.
+
+        Args:
+            payload: What the client sends.
+            trip: Client, round and direction.
+            known: Weights that both sides know the client received. Changes from them are coded.
+            residual: Error of earlier coding, which is added to the change.
+        """
         return self._carry(payload, trip, self.coder, known, residual)
 
     def _carry(
         self,
         payload: Payload,
-        trip: Trip,
+        trip: Transmission,
         codec: BaseCodec | None,
         known: Weights,
         residual: Weights,
@@ -152,12 +188,13 @@ class Link:
 
 
 def _code_state(
-    codec: BaseCodec, payload: Payload, reach: Submodel, trip: Trip
+    codec: BaseCodec, payload: Payload, reach: Submodel, trip: Transmission
 ) -> tuple[Payload, int]:
     """Code a payload's slots and the extras that are to be coded, each as a message of its own.
 
-    They are coded against zero and without error feedback. Feedback repairs a change that the next change adds to, but
-    a slot is a value of this round. So a codec that sends some values has to scale them up here.
+    They are coded against zero and without error feedback. Feedback repairs a change that the next
+    change adds to, but a slot is a value of this round. So a codec that sends some values has to
+    scale them up here.
 
     Returns:
         The payload as it is decoded, and the bytes of the messages.
@@ -166,7 +203,7 @@ def _code_state(
     slots = dict(payload.slots)
     extras = dict(payload.extras)
     total = 0
-    message = 0  # The message of the weights.
+    message = 0  # Number of the message. The weights have message 0.
     for slot, values in sorted(payload.slots.items()):
         message += 1
         if values:
@@ -184,44 +221,54 @@ def _code_state(
 
 
 def _without_feedback(codec: BaseCodec) -> BaseCodec:
-    changes: dict[str, Any] = {one.name: False for one in fields(codec) if one.name == "feedback"}
+    changes: dict[str, Any] = {
+        setting.name: False for setting in fields(codec) if setting.name == "feedback"
+    }
     return replace(codec, **changes)
 
 
-def _part(payload: Payload, reach: Submodel, trip: Trip) -> Payload:
-    """Return what arrived of a payload. Extras arrive whole."""
+def _part(payload: Payload, reach: Submodel, trip: Transmission) -> Payload:
+    """Return the part of a payload that arrived. Extras always arrive completely."""
     if reach is payload.submodel:
         return payload
-    narrow, held = trip.world.family.cutter.narrow, payload.submodel.held
-    slots = {slot: narrow(values, held, reach.held) for slot, values in payload.slots.items()}
+    narrow, sent_index = trip.world.family.cutter.narrow, payload.submodel.held
+    slots = {slot: narrow(values, sent_index, reach.held) for slot, values in payload.slots.items()}
     return replace(
-        payload, submodel=reach, weights=narrow(payload.weights, held, reach.held), slots=slots
+        payload,
+        submodel=reach,
+        weights=narrow(payload.weights, sent_index, reach.held),
+        slots=slots,
     )
 
 
 def _arriving(
-    payload: Payload, weights: Weights, reach: Submodel, trip: Trip
+    payload: Payload, weights: Weights, reach: Submodel, trip: Transmission
 ) -> dict[str, Tensor] | None:
-    """Return boolean tensors that are True at the values of some of a payload's tensors that arrive. None: all do."""
+    """Return boolean tensors that are True at the values that arrive. None: all values arrive.
+
+    `weights` are some of the payload's tensors.
+    """
     if reach is payload.submodel:
         return None
     device = next(iter(weights.values())).device
     count = sum(value.numel() for value in weights.values())
     shapes = {name: value.shape for name, value in weights.items()}
     numbered = Flat(torch.arange(count, device=device), shapes)
-    there = Flat.of(_part(Payload(payload.submodel, numbered.parts), reach, trip).weights).vector
-    mask = torch.zeros(count, dtype=torch.bool, device=device).index_fill_(0, there, True)
+    arrived_rows = Flat.of(
+        _part(Payload(payload.submodel, numbered.parts), reach, trip).weights
+    ).vector
+    mask = torch.zeros(count, dtype=torch.bool, device=device).index_fill_(0, arrived_rows, True)
     return numbered.same(mask).parts
 
 
-LOSSES: dict[str, type[Loss]] = {"columns": Columns, "wireless": Wireless}
+LOSSES: dict[str, type[Loss]] = {"columns": ColumnLoss, "wireless": Wireless}
 CODECS: dict[str, type[BaseCodec]] = {"linear": Codec}
-USUAL_CODEC = "linear"  # of a table without a name
+USUAL_CODEC = "linear"  # Codec of a configuration table that names none.
 
 LINKS: dict[str, Link] = {
     "perfect": Link(),
-    "lossy-mild": Link(loss=Columns(0.1, 0.2)),  # FedResCuE, Table 12
-    "lossy-strong": Link(loss=Columns(0.2, 0.3)),
+    "lossy-mild": Link(loss=ColumnLoss(0.1, 0.2)),  # FedResCuE, Table 12
+    "lossy-strong": Link(loss=ColumnLoss(0.2, 0.3)),
     "wireless": Link(loss=Wireless()),
     "lq8": Link(codec=Codec(bits=8)),  # ProgFed, Table 10
     "lq4": Link(codec=Codec(bits=4)),
@@ -247,10 +294,10 @@ __all__ = [
     "ChangeSpec",
     "Clock",
     "Codec",
-    "Columns",
+    "ColumnLoss",
     "Keys",
     "Link",
     "Loss",
-    "Trip",
+    "Transmission",
     "Wireless",
 ]

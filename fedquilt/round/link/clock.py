@@ -1,4 +1,4 @@
-"""How long a round would take over real links."""
+"""Simulated time of a round, from the speed of links and devices."""
 
 from __future__ import annotations
 
@@ -13,45 +13,94 @@ _UNITS = ((1e9, "Gbit"), (1e6, "Mbit"), (1e3, "kbit"), (1.0, "bit"))
 
 @dataclass(frozen=True)
 class Clock:
-    """What simulated time is counted by; each may be one number for all, or a list dealt to clients in turn."""
+    """Speeds and latencies that give the simulated time of a round.
 
-    down: Dealt = 20e6  # bits a second to a client
-    up: Dealt = 10e6  # bits a second from a client
-    latency: Dealt = 0.05  # seconds each way
-    compute: Dealt = 0.0  # multiply-adds a second of a client; 0: training takes no time
+    Each is one number for all clients, or a list that is assigned to clients in turn.
+    """
+
+    down: Dealt = 20e6  # Download speed of clients in bits per second
+    up: Dealt = 10e6  # Upload speed of clients in bits per second
+    latency: Dealt = 0.05  # Latency of each direction in seconds
+    compute: Dealt = 0.0  # Multiply-adds per second of clients. 0: training takes no time
+    # Seconds of simulated time after which updates are dropped. None: the server waits for all
+    deadline: float | None = None
 
     def __post_init__(self) -> None:
         take_lists(self, "down", "up", "latency", "compute")
-        bounds = outside(
+        problems = outside(
             self, down="[1, 1e15]", up="[1, 1e15]", latency="[0, 1e9]", compute="[0, 1e21]"
         )
-        refuse(self, bounds | empty(self, "down", "up", "latency", "compute"))
+        problems |= empty(self, "down", "up", "latency", "compute")
+        if self.deadline is not None:
+            problems |= outside(self, deadline="(0, inf)")
+            if not problems and self.deadline < 2 * self._least_latency:
+                problems["deadline"] = (
+                    f"{self.deadline:g} was asked for; two latencies take at least "
+                    f"{2 * self._least_latency:g} s, so "
+                    "that every update would be late. A later deadline would work, or none, with "
+                    "which the server "
+                    "waits for all."
+                )
+        refuse(self, problems)
 
     def __str__(self) -> str:
-        return f"{_speed(self.down)} down, {_speed(self.up)} up, {shown(self.latency)} s each way"
+        until = "" if self.deadline is None else f", updates dropped after {self.deadline:g} s"
+        return (
+            f"{_speed(self.down)} down, {_speed(self.up)} up, {shown(self.latency)} s each "
+            f"way{until}"
+        )
+
+    @property
+    def _least_latency(self) -> float:
+        return min(self.latency) if isinstance(self.latency, tuple) else self.latency
 
     def check(self, num_clients: int) -> None:
-        """Refuse what does not fit so many clients."""
+        """Refuse lists whose length does not divide the number of clients."""
         check_dealt(self, num_clients, "down", "up", "latency", "compute")
 
     def slowest(self, costs: Mapping[int, tuple[int, ...]], copies: int = 1) -> float:
-        """A round's seconds, by what each client received, sent and computed, charged so many times for its bytes."""
-        each = (
-            self.seconds(id, down * copies, up * copies, macs)
+        """Return the seconds of the slowest client. Arguments are those of `late`."""
+        return max(self.times(costs, copies).values(), default=0.0)
+
+    def late(self, costs: Mapping[int, tuple[int, ...]], copies: int = 1) -> dict[int, float]:
+        """Return the seconds of each client that takes longer than the deadline.
+
+        Args:
+            costs: Bytes received, bytes sent and multiply-adds of each client.
+            copies: Factor by which bytes are multiplied. 1 has no effect.
+        """
+        if self.deadline is None:
+            return {}
+        return {
+            id: seconds
+            for id, seconds in self.times(costs, copies).items()
+            if seconds > self.deadline
+        }
+
+    def times(self, costs: Mapping[int, tuple[int, ...]], copies: int = 1) -> dict[int, float]:
+        """Return the seconds that each client takes. Arguments are those of `late`."""
+        return {
+            id: self.seconds(id, down * copies, up * copies, macs)
             for id, (down, up, macs, *_) in costs.items()
-        )
-        return max(each, default=0.0)
+        }
 
     def seconds(self, client: int, bytes_down: int, bytes_up: int, macs: int) -> float:
-        """What a client needs to receive, to train and to send."""
+        """Return the seconds that a client needs to receive, to train and to send.
+
+        Args:
+            client: Number of the client.
+            bytes_down: Bytes that it receives.
+            bytes_up: Bytes that it sends.
+            macs: Multiply-adds of its training.
+        """
         rate = dealt(self.compute, client)
         travel = 8 * bytes_down / dealt(self.down, client) + 8 * bytes_up / dealt(self.up, client)
         return 2 * dealt(self.latency, client) + travel + (macs / rate if rate else 0.0)
 
 
 def _speed(value: Dealt) -> str:
-    """Bits a second in the unit one says them in, or all that are dealt."""
+    """Return one or more speeds in bits per second as text, with a fitting unit."""
     if isinstance(value, tuple):
         return ", ".join(map(_speed, value))
-    size, unit = next((one for one in _UNITS if value >= one[0]), _UNITS[-1])
+    size, unit = next((entry for entry in _UNITS if value >= entry[0]), _UNITS[-1])
     return f"{value / size:g} {unit}/s"

@@ -4,11 +4,11 @@ The built-in `Codec` quantises linearly and sparsifies at random (Konečný et a
 LQ-X and SP-X. Its message is a tensor of bytes:
 
     8 bytes                the seed of mask and rotation, sent instead of them (keep < 1 or rotate)
-    4 + 4 bytes a weight   the least and the largest change in it, float32 (bits < 32)
+    4 + 4 bytes a weight   the smallest and the largest change in it, float32 (bits < 32)
     bits a value           the values that were kept, in order, and padded to a byte
 
 With `rotate`, the values of each weight that were kept are padded with zeros to a power of two and
-rotated (`rotation.py`). The message has all rotated values, and their least and largest one.
+rotated (`rotation.py`). The message has all rotated values, and the smallest and largest of them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from torch import Tensor
 
 from fedquilt import noise
 from fedquilt.checks import one_of, refuse, within
-from fedquilt.devices import onto
+from fedquilt.hardware.device import to_device_async
 from fedquilt.round.link.rotation import padded, rotate, unrotate
 
 Bits = Literal[2, 4, 8, 32]
-Keys = tuple[int, int]  # for random numbers; no other message has the same
-_SEED = 8  # bytes
-# Rotated values are about normally distributed, and so are errors that are fed back and rotated. Two bits have three
-# steps between the least and the largest value. For many normal values, rounding to these steps has an error with a
-# larger variance than the values have. Without a rotation an error is at most one step, and does not grow.
+Keys = tuple[int, int]  # Random keys of a message. No two messages share them.
+_SEED = 8  # Bytes of a seed in a message.
+# Rotated values are about normally distributed, and so are errors that are fed back and rotated.
+# Two bits have three steps between the least and the largest value. For many normal values,
+# rounding to these steps has an error with a larger variance than the values have. Without a
+# rotation an error is at most one step, and does not grow.
 _DIVERGES = (
-    "what 2 bits lose of a large rotated tensor is more than the tensor, so that errors fed back grow without end. "
+    "what 2 bits lose of a large rotated tensor is more than the tensor, so that errors fed back "
+    "grow without end. "
     "4 or 8 bits would work, or one of the two options without the other."
 )
 
@@ -92,6 +94,16 @@ class BaseCodec(ABC):
         """Return True if downloads are coded too."""
         return False
 
+    @property
+    def has_fixed_length(self) -> bool:
+        """Return True if the values of a change do not decide how long its message is.
+
+        Then the time of an upload is known before training, and clients that would miss the
+        deadline of a round (`Clock.deadline`) need not train. It may depend on the spec and on the
+        keys.
+        """
+        return False
+
     @abstractmethod
     def encode(self, change: Tensor, spec: ChangeSpec, keys: Keys) -> Tensor:
         """Return a change as bytes.
@@ -130,15 +142,15 @@ class Codec(BaseCodec):
     quantisation error.
 
     The released code sparsifies weights, not rotated values, by an independent draw per value
-    (Bernoulli), after decoding. Here exactly `keep` of the values are drawn, and only they are rotated
-    and sent. Over a link with a loss, the values that arrive are rotated.
+    (Bernoulli), after decoding. Here exactly `keep` of the values are drawn, and only they are
+    rotated and sent. Over a link with a loss, the values that arrive are rotated.
     """
 
-    bits: Bits = 32  # a value, rounded at random to one of 2^bits levels; 32: as it is
-    keep: float = 1.0  # part of the values that are sent, drawn at random; 1: all
-    feedback: bool = False  # clients add what coding lost to their next change (Seide et al. 2014)
-    down: bool = False  # downloads are coded too
-    # Rotate every tensor by a random Hadamard transform before it is quantized; no effect at 32 bits
+    bits: Bits = 32  # Bits per value, rounded at random to one of 2^bits levels. 32: not rounded
+    keep: float = 1.0  # Fraction of values that are sent, drawn at random. 1: all values
+    feedback: bool = False  # Add the error of coding to the next change (Seide et al. 2014)
+    down: bool = False  # Code downloads too
+    # Rotate every tensor by a random Hadamard transform before quantization. No effect at 32 bits
     rotate: bool = False
 
     def __post_init__(self) -> None:
@@ -158,16 +170,20 @@ class Codec(BaseCodec):
 
     @property
     def neutral(self) -> bool:
-        """Whether everything is sent as it is."""
+        """Return True if all values are sent without coding."""
         return self.bits == 32 and self.keep == 1
 
+    @property
+    def has_fixed_length(self) -> bool:
+        return True
+
     def kept(self, count: int) -> int:
-        """How many of so many values are sent."""
+        """Return how many of `count` values are sent."""
         return min(count, max(1, round(self.keep * count)))
 
     @property
     def _rotates(self) -> bool:
-        """Return True if values are rotated. A rotation of values that are sent exactly has no effect."""
+        """Return True if values are rotated. At 32 bits a rotation would have no effect."""
         return self.rotate and self.bits < 32
 
     @property
@@ -176,33 +192,38 @@ class Codec(BaseCodec):
         return self.keep < 1 or self._rotates
 
     def encode(self, change: Tensor, spec: ChangeSpec, keys: Keys) -> Tensor:
-        """Return a change as bytes. Scales and mask are of the whole change, whatever arrives.
+        """Return a change as bytes.
 
-        With `rotate`, the scales are those of the rotated values, which are of the part that arrives.
+        Scales and mask are computed from the whole change, even if only a part arrives. With
+        `rotate`, only the part that arrives is rotated, and the scales are those of its values.
+
+        Args:
+            change: (value,) The change. It is not modified.
+            spec: Description of the change.
+            keys: Seed of mask and rotation, and key of random rounding.
         """
         seed, rounding_key = keys
         lengths = spec.lengths
         pieces = []
         if self._seeded:
-            pieces.append(onto(change.device, torch.tensor([seed])).view(torch.uint8))
-        where = self._where(seed, len(change), spec.arrives, change.device)
+            pieces.append(to_device_async(change.device, torch.tensor([seed])).view(torch.uint8))
+        positions = self._where(seed, len(change), spec.arrives, change.device)
         if self.bits == 32:
-            values = change if where is None else change[where]
+            values = change if positions is None else change[positions]
             return torch.cat([*pieces, values.contiguous().view(torch.uint8)])
         if self._rotates:
-            lengths = _travelling(lengths, where)
-            change = change if where is None else change[where]
+            lengths = _travelling(lengths, positions)
+            change = change if positions is None else change[positions]
             change = rotate(change, lengths, _key(seed, change.device))
             lengths = [padded(length) for length in lengths]
-            where = None
+            positions = None
         ranges = _ranges(change, lengths)
-        low, step = _spread(self._scale(ranges, change.dtype), lengths, len(change), where)
+        low, step = _spread(self._scale(ranges, change.dtype), lengths, len(change), positions)
         dither = noise.uniform(_key(rounding_key, change.device), change.shape, change.dtype)
-        if where is not None:
-            change, dither = change[where], dither[where]
-        exact = torch.where(
-            step > 0, (change - low) / step, 0.0
-        )  # a weight may have changed alike everywhere
+        if positions is not None:
+            change, dither = change[positions], dither[positions]
+        # The step is 0 if all values of a weight have changed by the same amount.
+        exact = torch.where(step > 0, (change - low) / step, 0.0)
         codes = (exact + dither).floor().clamp(0, 2**self.bits - 1).to(torch.uint8)
         return torch.cat([*pieces, ranges.reshape(-1).view(torch.uint8), pack(codes, self.bits)])
 
@@ -213,21 +234,26 @@ class Codec(BaseCodec):
         if self._seeded:
             seed = message[:_SEED].clone().view(torch.int64)[0]
             message = message[_SEED:]
-        where = self._where(seed, count, spec.arrives, message.device)
+        positions = self._where(seed, count, spec.arrives, message.device)
         if self.bits == 32:
             values = message.clone().view(spec.dtype)
         elif self._rotates and seed is not None:
-            lengths = _travelling(spec.lengths, where)
+            lengths = _travelling(spec.lengths, positions)
             rotated = self._dequantized(
                 message, [padded(length) for length in lengths], None, spec.dtype
             )
             values = unrotate(rotated, lengths, seed)
         else:
-            values = self._dequantized(message, spec.lengths, where, spec.dtype)
-        # With feedback what is not sent now is sent later: scaled up, it would be fed back larger every time.
+            values = self._dequantized(message, spec.lengths, positions, spec.dtype)
+        # Scaling up keeps the mean unbiased. With feedback, values that are not sent now are sent
+        # later, and a scale above 1 would make the error grow with every message.
         if self.keep < 1 and not self.feedback:
             values = values * (count / self.kept(count))
-        return values if where is None else values.new_zeros(count).index_copy_(0, where, values)
+        return (
+            values
+            if positions is None
+            else values.new_zeros(count).index_copy_(0, positions, values)
+        )
 
     def _dequantized(
         self, message: Tensor, lengths: Sequence[int], where: Tensor | None, dtype: torch.dtype
@@ -242,39 +268,40 @@ class Codec(BaseCodec):
         return values
 
     def _scale(self, ranges: Tensor, dtype: torch.dtype) -> Tensor:
-        """(2, weight) each weight's least value and the width of a step, by what the header says."""
+        """Return (2, weight) the lowest level and the step width of each weight, from its range."""
         low, high = ranges.to(dtype)
-        # By a tensor: a GPU would divide by a number by multiplying with its inverse, which rounds otherwise.
+        # The divisor is a tensor. A GPU divides by a Python number by multiplying with its inverse,
+        # which rounds differently.
         return torch.stack([low, (high - low) / torch.full_like(low, 2**self.bits - 1)])
 
     def _where(
         self, seed: int | Tensor | None, count: int, arrives: Tensor | None, device: torch.device
     ) -> Tensor | None:
-        """The places of the values that travel; None: all of them."""
+        """Return the positions of the values that are sent and arrive. None: all values."""
         if self.keep == 1 or seed is None:
             return None if arrives is None else arrives.nonzero().flatten()
-        # The hash of distinct counters is distinct: exactly as many as are kept lie below.
-        drawn = noise.bits(_key(seed, device), count)
-        mask = drawn <= drawn.topk(self.kept(count), largest=False, sorted=False).values.max()
+        # Hashes of distinct counters are distinct, so that exactly `kept` of them are selected.
+        hashes = noise.bits(_key(seed, device), count)
+        mask = hashes <= hashes.topk(self.kept(count), largest=False, sorted=False).values.max()
         return (mask if arrives is None else mask & arrives).nonzero().flatten()
 
 
 def _key(word: int | Tensor, device: torch.device) -> Tensor:
-    return word if isinstance(word, Tensor) else onto(device, torch.tensor(word))
+    return word if isinstance(word, Tensor) else to_device_async(device, torch.tensor(word))
 
 
 def _travelling(lengths: Sequence[int], where: Tensor | None) -> list[int]:
-    """Return how many values of each weight travel. `where` has their places, ascending."""
+    """Return how many values of each weight are at the ascending positions `where`."""
     if where is None:
         return list(lengths)
-    ends = onto(where.device, torch.tensor(lengths).cumsum(0))
-    before = torch.searchsorted(where, ends)
-    return before.diff(prepend=before.new_zeros(1)).tolist()
+    ends = to_device_async(where.device, torch.tensor(lengths).cumsum(0))
+    counts = torch.searchsorted(where, ends)
+    return counts.diff(prepend=counts.new_zeros(1)).tolist()
 
 
 def _spread(each: Tensor, lengths: Sequence[int], count: int, where: Tensor | None) -> Tensor:
-    """What is said of each weight (in the last dimension), for each of its values that travel."""
-    sizes = onto(each.device, torch.tensor(lengths))
+    """Repeat a figure of each weight (last dimension) for each of its values that are sent."""
+    sizes = to_device_async(each.device, torch.tensor(lengths))
     if where is None:
         return each.repeat_interleave(sizes, dim=1, output_size=count)
     owner = torch.arange(len(lengths), device=each.device).repeat_interleave(
@@ -284,20 +311,28 @@ def _spread(each: Tensor, lengths: Sequence[int], count: int, where: Tensor | No
 
 
 def _ranges(change: Tensor, lengths: Sequence[int]) -> Tensor:
-    """(2, weight) the least and the largest value of each weight; in float32 no value lies outside."""
-    sizes = onto(change.device, torch.tensor(lengths))
+    """Return (2, weight) the smallest and the largest value of each weight, as float32.
+
+    They are rounded outwards, so that no value is outside the range.
+    """
+    sizes = to_device_async(change.device, torch.tensor(lengths))
     low, high = (
         torch.segment_reduce(change, how, lengths=sizes, unsafe=True) for how in ("min", "max")
     )
-    least, most = low.float(), high.float()
-    infinite = torch.full_like(least, torch.inf)
-    least = torch.where(least.to(low.dtype) > low, torch.nextafter(least, -infinite), least)
-    most = torch.where(most.to(high.dtype) < high, torch.nextafter(most, infinite), most)
-    return torch.stack([least, most])
+    lowest, highest = low.float(), high.float()
+    infinite = torch.full_like(lowest, torch.inf)
+    lowest = torch.where(lowest.to(low.dtype) > low, torch.nextafter(lowest, -infinite), lowest)
+    highest = torch.where(
+        highest.to(high.dtype) < high, torch.nextafter(highest, infinite), highest
+    )
+    return torch.stack([lowest, highest])
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes of so many bits (a divisor of 8), several a byte, the first in the lowest bits."""
+    """Pack codes of 2, 4 or 8 bits into bytes.
+
+    The first code of a byte is in its lowest bits. The last byte is padded with zeros.
+    """
     if bits == 8:
         return codes
     each = 8 // bits
@@ -307,7 +342,13 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The first `count` codes of what `pack` made."""
+    """Return the codes that `pack` has packed.
+
+    Args:
+        packed: (byte,) Result of `pack`.
+        bits: Bits per code.
+        count: Number of codes, without padding.
+    """
     if bits == 8:
         return packed
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)

@@ -1,4 +1,4 @@
-"""The use of a codec by a link: it codes tensors against known ones, and tries a codec before a run."""
+"""Use of a codec by a link: coding changes of tensors, and testing a codec before a run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fedquilt import noise
-from fedquilt.devices import onto
 from fedquilt.errors import ConfigError
+from fedquilt.hardware.device import to_device_async
 from fedquilt.names import said
 from fedquilt.round.link.codec import BaseCodec, ChangeSpec, Keys
 from fedquilt.tensors import Flat
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 NOTHING: Weights = MappingProxyType({})
 MAX_TRIAL_VALUES = 1 << 14
-_SITE = 46  # keeps the random numbers of a trial apart from all others
+_SITE = 46  # Separates the random numbers of a trial from all others.
 
 
 class CodecError(ValueError):
@@ -39,9 +39,10 @@ class CodecError(ValueError):
 class Coded:
     """Result of coding and decoding named tensors."""
 
-    tensors: dict[str, Tensor]  # as received; where a value did not arrive, the known one
-    bytes: int  # length of the message
-    error: dict[str, Tensor] | None  # what coding lost; None without error feedback
+    # Tensors as received. Values that did not arrive are the known ones.
+    tensors: dict[str, Tensor]
+    bytes: int  # Length of the message.
+    error: dict[str, Tensor] | None  # Error of coding. None: there is no error feedback.
 
 
 def code(
@@ -57,7 +58,7 @@ def code(
     Args:
         codec: Codec of the link.
         tensors: Tensors to send, all of one floating-point dtype and on one device.
-        keys: Random keys of this message, from `Trip.codec_keys`.
+        keys: Random keys of this message, from `Transmission.codec_keys`.
         known: Tensors that both sides have, by the same names. The change from them is coded.
             A tensor that is absent is coded against zero.
         residual: What coding lost before, which is added to the change. A tensor that is absent
@@ -72,8 +73,8 @@ def code(
         CodecError: The codec returned something that its contract does not allow.
     """
     sent = Flat.of(tensors)
-    before = Flat.of(_or_zero(tensors, known))
-    change = sent.vector - before.vector
+    reference = Flat.of(_or_zero(tensors, known))
+    change = sent.vector - reference.vector
     if residual:
         change += Flat.of(_or_zero(tensors, residual)).vector
 
@@ -85,7 +86,7 @@ def code(
     received = decoded(codec, message, spec)
 
     error = sent.same(change - received).parts if codec.feedback else None
-    return Coded(sent.same(before.vector + received).parts, message.nbytes, error)
+    return Coded(sent.same(reference.vector + received).parts, message.nbytes, error)
 
 
 def _or_zero(tensors: Weights, values: Weights) -> dict[str, Tensor]:
@@ -97,24 +98,43 @@ def _or_zero(tensors: Weights, values: Weights) -> dict[str, Tensor]:
 
 
 def encoded(codec: BaseCodec, change: Tensor, spec: ChangeSpec, keys: Keys) -> Tensor:
-    """Return the codec's message, or raise CodecError if it is not a vector of bytes."""
+    """Return the codec's message.
+
+    Args:
+        codec: Codec of the link.
+        change: (value,) The change to encode.
+        spec: Description of the change.
+        keys: Random keys of the message.
+
+    Raises:
+        CodecError: The message is not a vector of bytes on the right device.
+    """
     message = codec.encode(change, spec, keys)
     source = f"{type(codec).__name__}.encode"
-    wanted = f"a one-dimensional tensor of uint8 on {spec.device} would work"
-    _check_tensor(source, message, torch.uint8, spec.device, wanted)
+    remedy = f"a one-dimensional tensor of uint8 on {spec.device} would work"
+    _check_tensor(source, message, torch.uint8, spec.device, remedy)
     if message.dim() != 1:
-        raise CodecError(f"{source} returned the shape {tuple(message.shape)}; {wanted}.")
+        raise CodecError(f"{source} returned the shape {tuple(message.shape)}; {remedy}.")
     return message
 
 
 def decoded(codec: BaseCodec, message: Tensor, spec: ChangeSpec) -> Tensor:
-    """Return the change in a message, or raise CodecError if it is not as `spec` describes it."""
+    """Return the change that a message describes.
+
+    Args:
+        codec: Codec of the link.
+        message: (byte,) The message.
+        spec: Description of the change.
+
+    Raises:
+        CodecError: The decoded change has another type, device or length than `spec` says.
+    """
     change = codec.decode(message, spec)
     source = f"{type(codec).__name__}.decode"
-    wanted = f"a tensor of {spec.dtype} with the shape ({spec.count},) on {spec.device} would work"
-    _check_tensor(source, change, spec.dtype, spec.device, wanted)
+    remedy = f"a tensor of {spec.dtype} with the shape ({spec.count},) on {spec.device} would work"
+    _check_tensor(source, change, spec.dtype, spec.device, remedy)
     if change.shape != (spec.count,):
-        raise CodecError(f"{source} returned the shape {tuple(change.shape)}; {wanted}.")
+        raise CodecError(f"{source} returned the shape {tuple(change.shape)}; {remedy}.")
     return change
 
 
@@ -130,11 +150,11 @@ def _check_tensor(
         kind = type(value).__name__
         raise CodecError(f"{source} returned an object of class {kind}; {wanted}.")
     if value.dtype != dtype or value.device != device:
-        found = f"{value.dtype} on {value.device}"
-        raise CodecError(f"{source} returned a tensor of {found}; {wanted}.")
+        kind_text = f"{value.dtype} on {value.device}"
+        raise CodecError(f"{source} returned a tensor of {kind_text}; {wanted}.")
 
 
-# --- before a run ---------------------------------------------------------------------------
+# --- before a run -------------------------------------------------------------------------------
 
 
 class _Trial(NamedTuple):
@@ -161,7 +181,7 @@ def check_codec(codec: BaseCodec, world: World, lossy: bool, device: torch.devic
     Raises:
         ConfigError: The codec fails, breaks its contract, or has state.
     """
-    for name in ("neutral", "feedback", "down"):
+    for name in ("neutral", "feedback", "down", "has_fixed_length"):
         value = getattr(codec, name)
         if not isinstance(value, bool):
             raise ConfigError(
@@ -178,6 +198,9 @@ def check_codec(codec: BaseCodec, world: World, lossy: bool, device: torch.devic
         with _blaming(codec, trial):
             messages.append(_encoded_on_trial(codec, trial))
             changes.append(_decoded_on_trial(codec, messages[-1], trial.spec))
+
+    if codec.has_fixed_length:
+        _check_fixed_length(codec, trials[0], len(messages[0]))
 
     # All changes are encoded again before one is decoded. A codec that keeps its last change in
     # memory, instead of in the message, then decodes another one.
@@ -197,15 +220,31 @@ def check_codec(codec: BaseCodec, world: World, lossy: bool, device: torch.devic
                 )
 
 
+def _check_fixed_length(codec: BaseCodec, trial: _Trial, length: int) -> None:
+    """Refuse a codec with `has_fixed_length` whose message of zeros has another length."""
+    with _blaming(codec, trial):
+        zeros = torch.zeros_like(trial.change)
+        zeros_length = len(encoded(codec, zeros, trial.spec, trial.keys))
+        if zeros_length != length:
+            raise CodecError(
+                f"its has_fixed_length is True, and the message has {length} bytes where that of a "
+                "change of zero "
+                f"has {zeros_length}; has_fixed_length = False would work."
+            )
+
+
 def _trials(world: World, lossy: bool, device: torch.device) -> list[_Trial]:
     """Return changes to try a codec on."""
     shapes = _trial_shapes(world)
     count = sum(shape.numel() for shape in shapes.values())
-    key = onto(device, torch.tensor(noise.key(_SITE, 0)))
+    key = to_device_async(device, torch.tensor(noise.key(_SITE, 0)))
     change = 0.01 * noise.normal(key, (count,), world.dtype)
-    # The device of a tensor has a number (cuda:0), that of the run may have none.
+    # The spec takes the tensor's device, which has an index (cuda:0). The run's may have none.
     spec = ChangeSpec(shapes, change.dtype, change.device)
-    keys = [(noise.key(_SITE, place, 0), noise.key(_SITE, place, 1)) for place in (1, 2, 3)]
+    keys = [
+        (noise.key(_SITE, trial_number, 0), noise.key(_SITE, trial_number, 1))
+        for trial_number in (1, 2, 3)
+    ]
 
     trials = [
         _Trial("a random change", change, spec, keys[0]),
@@ -222,35 +261,35 @@ def _trial_shapes(world: World) -> Mapping[str, torch.Size]:
     layout = world.family.layout
     names = world.family.trainable
     shapes = {name: torch.Size(layout.shape(name, layout.sizes)) for name in names}
-    chosen: set[str] = set()
+    selected: set[str] = set()
     count = 0
     for name in sorted(shapes, key=lambda name: shapes[name].numel()):
         count += shapes[name].numel()
-        if chosen and count > MAX_TRIAL_VALUES:
+        if selected and count > MAX_TRIAL_VALUES:
             break
-        chosen.add(name)
-    return {name: shape for name, shape in shapes.items() if name in chosen}
+        selected.add(name)
+    return {name: shape for name, shape in shapes.items() if name in selected}
 
 
 def _encoded_on_trial(codec: BaseCodec, trial: _Trial) -> Tensor:
     """Return a copy of the message, or raise CodecError if the change was modified."""
-    before = trial.change.clone()
+    original = trial.change.clone()
     message = encoded(codec, trial.change, trial.spec, trial.keys)
-    if not torch.equal(trial.change, before):
+    if not torch.equal(trial.change, original):
         raise CodecError("encode modified the change in place; change.clone() would work.")
     return message.clone()
 
 
 def _decoded_on_trial(codec: BaseCodec, message: Tensor, spec: ChangeSpec) -> Tensor:
     """Return a copy of the decoded change, or raise CodecError if its values are not allowed."""
-    before = message.clone()
+    original = message.clone()
     change = decoded(codec, message, spec)
-    if not torch.equal(message, before):
+    if not torch.equal(message, original):
         raise CodecError("decode modified the message in place; message.clone() would work.")
     infinite = int((~change.isfinite()).sum())
     if infinite:
-        found = f"{infinite} values that are not finite"
-        raise CodecError(f"decode returned {found}; finite values would work.")
+        infinite_text = f"{infinite} values that are not finite"
+        raise CodecError(f"decode returned {infinite_text}; finite values would work.")
     lost = 0 if spec.arrives is None else int(change[~spec.arrives].count_nonzero())
     if lost:
         raise CodecError(
@@ -266,8 +305,8 @@ def _blaming(codec: BaseCodec, trial: _Trial) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = str(error) if isinstance(error, CodecError) else said(error)
+        reason = str(error) if isinstance(error, CodecError) else said(error)
         raise ConfigError(
             f"Link: codec = {codec} was asked for; it was tried on {trial.name} "
-            f"({trial.spec.count} values of {trial.spec.dtype}) and refused: {told}"
+            f"({trial.spec.count} values of {trial.spec.dtype}) and refused: {reason}"
         ) from error

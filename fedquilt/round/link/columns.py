@@ -1,6 +1,8 @@
-"""Links that break: a payload is sent column by column, and what comes after the first failure is lost.
+"""Links that fail: a payload is sent column by column, and all columns from the first failure on
+are lost.
 
-FedResCuE (Zhu et al., ICML 2022), section 3.3 and appendix A.3.4. What arrives is a payload with a smaller index.
+This is the model of FedResCuE (Zhu et al., ICML 2022), section 3.3 and appendix A.3.4. What arrives
+is a payload with a smaller index.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from fedquilt import noise
 from fedquilt.checks import outside, refuse, within
 from fedquilt.round.link.dealt import Dealt, check_dealt, dealt, empty, shown, take_lists
-from fedquilt.round.link.trip import Trip
+from fedquilt.round.link.trip import Transmission
 from fedquilt.terms import Submodel
 
 if TYPE_CHECKING:
@@ -25,32 +27,34 @@ _DRAW = 1
 
 @dataclass(frozen=True)
 class Loss(ABC):
-    """The rate at which a column fails, which ends the transmission.
+    """Base class of losses: columns fail at some rate, and a failure ends the transmission.
 
-    A column is a part of the *whole* model's width, whatever the client holds.
+    A column is a fraction of the *whole* model's width, whatever share the client holds.
     """
 
-    granularity: float = field(default=0.125, kw_only=True)  # of the whole model's width, a column
+    # Width of a column as a fraction of the whole model's width
+    granularity: float = field(default=0.125, kw_only=True)
 
     def __post_init__(self) -> None:
         within(self, granularity="[0.001, 1]")
 
     @abstractmethod
     def rates(self, client: int, seed: int) -> tuple[float, float]:
-        """Between which bounds the error rate of each of a client's columns is drawn."""
+        """Return the bounds between which the error rate of a client's columns is drawn."""
 
     @property
     def loses(self) -> bool:
-        """Whether anything can get lost."""
+        """Return True if values may get lost."""
         return True
 
     def check(self, num_clients: int) -> None:  # noqa: B027 (some have nothing to say)
-        """Refuse what does not fit so many clients."""
+        """Refuse lists whose length does not divide the number of clients."""
 
-    def reach(self, submodel: Submodel, trip: Trip) -> Submodel | None:
-        """What of a payload arrives: its first columns, in its own order; None if the first one failed.
+    def reach(self, submodel: Submodel, trip: Transmission) -> Submodel | None:
+        """Return the part of a sub-model that arrives, or None if the first column fails.
 
-        Weights that no width cuts (the output's bias) come with the first column.
+        It consists of the first columns in the sub-model's own order. Weights that no width cuts,
+        such as the output's bias, are sent with the first column.
         """
         family = trip.world.family
         count = self.count(family.member(submodel))
@@ -60,50 +64,57 @@ class Loss(ABC):
         return family.part(submodel, arrived * self.granularity) if arrived else None
 
     def count(self, member: Member) -> int:
-        """How many columns a member has; the last may be narrower."""
+        """Return the number of columns of a member. The last column may be narrower."""
         count = 1
         while member.nested(min(1.0, count * self.granularity)).arch != member.arch:
             count += 1
         return count
 
-    def arrived(self, trip: Trip, count: int) -> int:
-        """How many of `count` columns arrive: er is taken for each, and sending stops at the first ε < er."""
+    def arrived(self, trip: Transmission, count: int) -> int:
+        """Return how many of `count` columns arrive.
+
+        For each column an error rate er and a number ε are drawn. Sending stops at the first
+        ε < er.
+        """
         low, high = self.rates(trip.job.client.id, trip.world.seed)
-        where, luck = noise.uniform(torch.tensor(trip.key(_DRAW)), (2, count), torch.float64)
-        failed = (luck < low + (high - low) * where).nonzero()
+        fraction, sample = noise.uniform(torch.tensor(trip.key(_DRAW)), (2, count), torch.float64)
+        failed = (sample < low + (high - low) * fraction).nonzero()
         return int(failed[0]) if len(failed) else count
 
 
 @dataclass(frozen=True)
-class Columns(Loss):
-    """Columns that fail with an error rate: constant, a client's own, or drawn anew for every column.
+class ColumnLoss(Loss):
+    """Columns that fail at an error rate: constant, per client, or drawn for every column.
 
-    The first column that fails ends the transmission. At rates of 0.1 to 0.2, 48 % of eight columns are lost.
+    The first column that fails ends the transmission. At rates of 0.1 to 0.2, 48 % of eight columns
+    are lost.
     """
 
-    rate: Dealt = 0.1  # for all, or a list that is dealt to clients in turn; 0 loses nothing
-    upto: float | None = (
-        None  # every column's rate is drawn between `rate` and this; None: it is `rate`
-    )
+    # Error rate of a column, or a list of rates that is assigned to clients in turn. 0: no losses
+    rate: Dealt = 0.1
+    # Upper bound of a column's rate, which is drawn between `rate` and this. None: it is `rate`
+    upto: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         take_lists(self, "rate")
-        wrong = outside(self, rate="[0, 1]") | empty(self, "rate")
+        problems = outside(self, rate="[0, 1]") | empty(self, "rate")
         if self.upto is not None:
-            wrong |= outside(self, upto="[0, 1]")
-            most = max(self.rate, default=0.0) if isinstance(self.rate, tuple) else self.rate
-            if not wrong and self.upto < most:
-                wrong["upto"] = (
-                    f"{self.upto} was asked for; it must be at least the rate, {most}, since every column's rate is "
-                    "drawn between the two. Set upto too, or upto to none, which leaves every column the rate."
+            problems |= outside(self, upto="[0, 1]")
+            rate = max(self.rate, default=0.0) if isinstance(self.rate, tuple) else self.rate
+            if not problems and self.upto < rate:
+                problems["upto"] = (
+                    f"{self.upto} was asked for; it must be at least the rate, {rate}, since every "
+                    "column's rate is "
+                    "drawn between the two. Set upto too, or upto to none, which leaves every "
+                    "column the rate."
                 )
-        refuse(self, wrong)
+        refuse(self, problems)
 
     def __str__(self) -> str:
-        drawn = "" if self.upto is None else f" to {self.upto:g}"
+        upper = "" if self.upto is None else f" to {self.upto:g}"
         return (
-            f"columns that fail, and end the transmission, at a rate of {shown(self.rate)}{drawn}"
+            f"columns that fail, and end the transmission, at a rate of {shown(self.rate)}{upper}"
         )
 
     @property

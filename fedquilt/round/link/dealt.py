@@ -1,46 +1,57 @@
-"""Numbers that all clients have in common, or that are dealt to them in turn."""
+"""Settings that are one number for all clients, or a list that is assigned to clients in turn."""
 
 from __future__ import annotations
 
 from fedquilt.errors import ConfigError
 
-Dealt = (
-    float | tuple[float, ...]
-)  # one for all, or one a client, by client id; a shorter list begins again
+# One number for all clients, or numbers by client id. A shorter list is repeated.
+Dealt = float | tuple[float, ...]
 
 
 def dealt(value: Dealt, client: int) -> float:
-    """A client's own number."""
+    """Return the number of a client."""
     return value[client % len(value)] if isinstance(value, tuple) else value
 
 
 def shown(value: Dealt) -> str:
-    """The number, or all that are dealt."""
-    return ", ".join(f"{one:g}" for one in value) if isinstance(value, tuple) else f"{value:g}"
+    """Return the number, or all numbers of the list, as text."""
+    return (
+        ", ".join(f"{number:g}" for number in value) if isinstance(value, tuple) else f"{value:g}"
+    )
 
 
 def take_lists(owner: object, *names: str) -> None:
-    """Of a frozen owner, let lists be tuples: they read alike, and only tuples can be looked up by."""
+    """Convert list-valued fields of a frozen dataclass to tuples, which are hashable."""
     for name in names:
         if isinstance(value := getattr(owner, name), list):
             object.__setattr__(owner, name, tuple(value))
 
 
 def empty(owner: object, *names: str) -> dict[str, str]:
-    """What is wrong with fields that are lists of nothing."""
+    """Return an error message for each field that is an empty list."""
     return {
-        name: "an empty list was asked for; one number for all, or a list of one a client, would fit."
+        name: "an empty list was asked for; "
+        "one number for all, or a list of one a client, would fit."
         for name in names
         if getattr(owner, name) == ()
     }
 
 
 def check_dealt(owner: object, num_clients: int, *names: str) -> None:
-    """Refuse lists that do not come out even: whose number the last client has would be an accident."""
+    """Refuse lists whose length does not divide the number of clients.
+
+    Otherwise some numbers would be used by one client more than others, by accident.
+
+    Args:
+        owner: Object that has the fields.
+        num_clients: Number of clients of the fleet.
+        names: Names of the fields to check.
+    """
     for name in names:
         value = getattr(owner, name)
         if isinstance(value, tuple) and num_clients % len(value):
             raise ConfigError(
-                f"{type(owner).__name__}: {name} has {len(value)} values for {num_clients} clients; one for all, one a "
+                f"{type(owner).__name__}: {name} has {len(value)} values for {num_clients} "
+                "clients; one for all, one a "
                 f"client, or as many as divide {num_clients} would fit."
             )

@@ -1,6 +1,6 @@
 """Random rotation of a change before it is quantized (Konečný et al. 2016, section 3).
 
-A quantizer rounds to levels between the least and the largest value of a tensor. One large value
+A quantizer rounds to levels between the smallest and the largest value of a tensor. One large value
 makes all steps wide. A random rotation spreads it over all values, so that the steps get narrower.
 
 The rotation of a tensor is the randomized Hadamard transform H·D·x / √n. D has random signs on its
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from fedquilt import noise
 
-_SIGNS = 47  # keeps the random signs apart from the mask, which has the same seed
+_SIGNS = 47  # Separates the random signs from the mask, which has the same seed.
 
 
 def padded(length: int) -> int:
-    """Return the least power of two that is at least `length`, or 0 for an empty tensor."""
+    """Return the smallest power of two that is at least `length`, or 0 for an empty tensor."""
     return 1 << (length - 1).bit_length() if length else 0
 
 
@@ -74,17 +74,17 @@ def _transformed(values: Tensor, sizes: Sequence[int]) -> Tensor:
     """Transform every tensor of a padded change. Tensors of one size are transformed together."""
     parts = list(torch.split(values, list(sizes)))
     for size in sorted(set(sizes) - {0}):
-        places = [place for place, other in enumerate(sizes) if other == size]
-        rows = hadamard(torch.stack([parts[place] for place in places]))
-        for place, row in zip(places, rows, strict=True):
-            parts[place] = row
+        positions = [position for position, tensor_size in enumerate(sizes) if tensor_size == size]
+        rows = hadamard(torch.stack([parts[position] for position in positions]))
+        for position, row in zip(positions, rows, strict=True):
+            parts[position] = row
     return torch.cat(parts)
 
 
 def _signs(seed: Tensor, like: Tensor) -> Tensor:
     """Return one random sign for each value of a padded change."""
-    drawn = noise.bits(noise.fold_in(seed, _SIGNS), len(like))
-    return 1 - 2 * (drawn < 0).to(like.dtype)
+    hashes = noise.bits(noise.fold_in(seed, _SIGNS), len(like))
+    return 1 - 2 * (hashes < 0).to(like.dtype)
 
 
 def _places(lengths: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""One message on its way."""
+"""One message between server and client: its identity, and its result."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from fedquilt.terms import Job, Payload, Weights
 if TYPE_CHECKING:
     from fedquilt.round.federation import World
 
-_SITE = 41  # keeps what links draw apart from all other draws
-_FIRST_CODEC_KEY = 2  # a loss has 1
+_SITE = 41  # Separates the random numbers of links from all others.
+_FIRST_CODEC_KEY = 2  # Key 1 is used by losses.
 
 
 @dataclass(frozen=True)
-class Trip:
-    """Whose message, of which round, in which direction; all that a link draws is a hash of this."""
+class Transmission:
+    """Client, round and direction of a message, whose hashes are the link's random numbers."""
 
     world: World
     job: Job
-    up: bool = False
+    up: bool = False  # True: from client to server.
 
     def key(self, what: int) -> int:
+        """Return the random key of this transmission for purpose number `what`."""
         job = self.job
         scope = zlib.crc32(job.submodel.scope.encode())
         return noise.key(
@@ -32,15 +33,16 @@ class Trip:
         )
 
     def codec_keys(self, message: int = 0) -> tuple[int, int]:
-        """Return the random keys of a coded message. Message 0 of a transmission has the weights."""
+        """Return the random keys of a coded message. Message 0 has the weights."""
         first = _FIRST_CODEC_KEY + 2 * message
         return self.key(first), self.key(first + 1)
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """What came of a payload, and the bytes it took."""
+    """The part of a payload that arrived, and its bytes on the wire."""
 
-    payload: Payload | None  # None: nothing arrived
-    bytes: int
-    error: Weights | None = None  # with error feedback: what coding lost of what arrived
+    payload: Payload | None  # None: nothing arrived.
+    bytes: int  # Bytes that arrived.
+    # Error of coding at the values that arrived. None: there is no error feedback.
+    error: Weights | None = None

@@ -1,7 +1,7 @@
-"""How likely a radio link fails: FedResCuE's appendix A.4, after LTE-A.
+"""Outage probability of a radio link: FedResCuE's appendix A.4, after LTE-A.
 
-The rate is R = B·log2(1 + P·d^−σ·|h|² / (N0 + I)) (equation 6), and what is sent is lost when R < R_min. That is when
-P·|h|² / d^σ falls short of (N0 + I)·(2^(R_min/B) − 1).
+The rate is R = B·log2(1 + P·d^−σ·|h|² / (N0 + I)) (equation 6). A column is lost if R < R_min,
+which means that the received power P·|h|² / d^σ is below (N0 + I)·(2^(R_min/B) − 1).
 """
 
 from __future__ import annotations
@@ -22,12 +22,30 @@ _SITE = 42
 
 
 def needed(bandwidth: float, noise_power: float, min_rate: float) -> float:
-    """The power in watts that must arrive for a rate of `min_rate`: (N0 + I)·(2^(R_min/B) − 1)."""
+    """Return the received power that a rate of `min_rate` needs: (N0 + I)·(2^(R_min/B) − 1).
+
+    Args:
+        bandwidth: B, in Hz.
+        noise_power: N0 + I, in watts.
+        min_rate: R_min, in bits per second.
+
+    Returns:
+        Power in watts.
+    """
     return noise_power * math.expm1(min(min_rate / bandwidth * math.log(2), 700.0))
 
 
 def outage_poisson(distance: float, power: float, exponent: float, needed: float) -> float:
-    """Equation 7 with |h| = 1: Pr{d > (P / needed)^(1/σ)} of distances in metres that are Poisson about a mean."""
+    """Return the outage probability without fading (equation 7): Pr{d > (P / needed)^(1/σ)}.
+
+    The distance d in metres is Poisson distributed.
+
+    Args:
+        distance: Mean of the distance, in metres.
+        power: P, in watts.
+        exponent: σ of the path loss.
+        needed: Received power in watts below which a column is lost.
+    """
     reach = math.floor((power / needed) ** (1 / exponent))
     # Pr{d ≤ k} = Γ(k + 1, mean) / k!
     return float(
@@ -36,29 +54,39 @@ def outage_poisson(distance: float, power: float, exponent: float, needed: float
 
 
 def outage_rayleigh(distance: float, power: float, exponent: float, needed: float) -> float:
-    """Pr{|h|² < needed·d^σ / P} at a fixed distance, with |h|² exponential of mean 1: Rayleigh fading."""
+    """Return the outage probability under Rayleigh fading: Pr{|h|² < needed·d^σ / P}.
+
+    |h|² is exponentially distributed with mean 1, and the distance is fixed.
+
+    Args:
+        distance: d, in metres.
+        power: P, in watts.
+        exponent: σ of the path loss.
+        needed: Received power in watts below which a column is lost.
+    """
     return -math.expm1(-needed * distance**exponent / power)
 
 
 @dataclass(frozen=True)
 class Wireless(Loss):
-    """Columns over radio: each client's error rate follows from its distance (FedResCuE, appendix A.4).
+    """Columns lost over radio, at an error rate given by each client's distance.
 
-    The paper gives no values. These are of a small LTE-A cell: ten resource blocks, a 23 dBm sender, urban path loss,
-    thermal noise with a 9 dB receiver, −90 dBm from other cells. At 500 m under Rayleigh fading 8 % of columns fail.
+    This is FedResCuE's appendix A.4. The paper gives no values. The defaults describe a small LTE-A
+    cell: ten resource blocks, a 23 dBm sender, urban path loss, thermal noise with a 9 dB receiver,
+    and −90 dBm from other cells. At 500 m under Rayleigh fading, 8 % of columns fail.
     """
 
-    bandwidth: float = 1.8e6  # Hz, B
-    power: float = 0.2  # watts sent, P
-    exponent: float = 3.5  # of the path loss, σ
-    noise: float = 5.7e-14  # watts, N0
-    interference: float = 1e-12  # watts, I
-    min_rate: float = 5e6  # bits a second, R_min: below, a column is lost
-    distances: tuple[
-        float, ...
-    ] = ()  # metres, dealt to clients in turn; (): drawn evenly over a disc of `radius`
-    radius: float = 600.0  # metres
-    fading: Fading = "rayleigh"  # of every column, at the client's distance; constant: distances are Poisson about it
+    bandwidth: float = 1.8e6  # Bandwidth B in Hz
+    power: float = 0.2  # Power P of the sender in watts
+    exponent: float = 3.5  # Exponent σ of the path loss
+    noise: float = 5.7e-14  # Noise power N0 in watts
+    interference: float = 1e-12  # Interference I in watts
+    min_rate: float = 5e6  # Rate R_min in bits per second, below which a column is lost
+    # Distances in metres, assigned to clients in turn. Empty: drawn evenly over a disc of `radius`
+    distances: tuple[float, ...] = ()
+    radius: float = 600.0  # Radius of the cell in metres
+    # Fading of each column. With "constant", distances are Poisson about the client's distance
+    fading: Fading = "rayleigh"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,24 +105,25 @@ class Wireless(Loss):
         one_of(self, fading=Fading)
 
     def __str__(self) -> str:
-        where = f"at {shown(self.distances)} m" if self.distances else f"within {self.radius:g} m"
-        return f"columns lost by radio {where}, {self.fading} fading"
+        distance_text = (
+            f"at {shown(self.distances)} m" if self.distances else f"within {self.radius:g} m"
+        )
+        return f"columns lost by radio {distance_text}, {self.fading} fading"
 
     def check(self, num_clients: int) -> None:
         if self.distances:
             check_dealt(self, num_clients, "distances")
 
     def distance(self, client: int, seed: int) -> float:
-        """Metres between a client and the server."""
+        """Return the distance between a client and the server in metres."""
         if self.distances:
             return dealt(self.distances, client)
-        drawn = noise.uniform(torch.tensor(noise.key(_SITE, seed, client)), (1,), torch.float64)
-        return max(
-            1.0, self.radius * math.sqrt(float(drawn))
-        )  # as many in every ring of equal area
+        fraction = noise.uniform(torch.tensor(noise.key(_SITE, seed, client)), (1,), torch.float64)
+        # The square root makes clients uniform over the area of the disc.
+        return max(1.0, self.radius * math.sqrt(float(fraction)))
 
     def rates(self, client: int, seed: int) -> tuple[float, float]:
         outage = outage_rayleigh if self.fading == "rayleigh" else outage_poisson
-        least = needed(self.bandwidth, self.noise + self.interference, self.min_rate)
-        rate = outage(self.distance(client, seed), self.power, self.exponent, least)
+        min_power = needed(self.bandwidth, self.noise + self.interference, self.min_rate)
+        rate = outage(self.distance(client, seed), self.power, self.exponent, min_power)
         return rate, rate

@@ -20,7 +20,7 @@ from fedquilt.tasks import Task
 from fedquilt.units import sides
 
 if TYPE_CHECKING:
-    from fedquilt.round.training.local import Local
+    from fedquilt.round.training.local import LocalTraining
 
 # Random streams of a step. Attacks have -3, weights of samples -4, and layers those from 1 on.
 _CROP = -1
@@ -33,7 +33,7 @@ _NOISE = -6
 class Intensity:
     """Random changes to the values of inputs: x · factor + offset + noise. Targets do not change.
 
-    Numbers are in the unit that models see, which is after normalisation.
+    Numbers are in the unit that models see, which is after normalization.
     """
 
     scale: float = 0.0  # Each sample is multiplied by a factor from [1 − scale, 1 + scale]. 0: by 1
@@ -44,7 +44,7 @@ class Intensity:
         within(self, scale="[0, 1]", offset="[0, inf)", noise="[0, inf)")
 
     def __call__(self, inputs: Tensor, key: Tensor) -> Tensor:
-        """Return inputs with other intensities. Pure: may be vmapped.
+        """Return inputs with other intensities. The function is pure and may be vmapped.
 
         Args:
             inputs: (sample, …) real numbers.
@@ -52,27 +52,30 @@ class Intensity:
         """
         if not inputs.is_floating_point():
             raise ConfigError(
-                f"intensity = {self} was asked for; inputs are {inputs.dtype}, and real numbers would fit."
+                f"intensity = {self} was asked for; inputs are {inputs.dtype}, and real numbers "
+                "would fit."
             )
         if self.scale or self.offset:
-            drawn = random.uniform(random.fold_in(key, _INTENSITY), (2, len(inputs)), inputs.dtype)
-            factors, offsets = (2 * drawn - 1).reshape(2, -1, *[1] * (inputs.dim() - 1))
+            samples = random.uniform(
+                random.fold_in(key, _INTENSITY), (2, len(inputs)), inputs.dtype
+            )
+            factors, offsets = (2 * samples - 1).reshape(2, -1, *[1] * (inputs.dim() - 1))
             inputs = inputs * (1 + self.scale * factors) + self.offset * offsets
         if self.noise:
-            drawn = random.normal(random.fold_in(key, _NOISE), inputs.shape, inputs.dtype)
-            inputs = inputs + self.noise * drawn
+            samples = random.normal(random.fold_in(key, _NOISE), inputs.shape, inputs.dtype)
+            inputs = inputs + self.noise * samples
         return inputs
 
 
 def augmented(
-    inputs: Tensor, targets: Tensor, local: Local, key: Tensor, task: Task
+    inputs: Tensor, targets: Tensor, local: LocalTraining, key: Tensor, task: Task
 ) -> tuple[Tensor, Tensor]:
-    """Change a batch at random, its targets as the task says. Pure: may be vmapped.
+    """Augment a batch and its targets. The function is pure and may be vmapped.
 
     Args:
         inputs: (sample, …).
         targets: (sample, …). Masks move with their images, and most other targets do not change.
-        local: Which crops, flips and intensities there are.
+        local: Settings of crops, flips and intensities.
         key: Key from which they are drawn.
         task: Task that knows whether targets are images too.
     """
@@ -82,25 +85,34 @@ def augmented(
         if local.crop and tuple(images.shape[2:]) != size:
             raise ConfigError(
                 f"crop = {local.crop} was asked for; inputs have the size {sides(size)} and their "
-                f"masks {sides(images.shape[2:])}. Masks of the inputs' size would fit, or crop = 0."
+                f"masks {sides(images.shape[2:])}. Masks of the inputs' size would fit, or crop = "
+                "0."
             )
         return moved(images, local, key, padding)
 
     return augment(inputs, local, key), task.augment_targets(targets, as_inputs)
 
 
-def augment(inputs: Tensor, local: Local, key: Tensor) -> Tensor:
-    """Return inputs with random crops, flips and intensities. Pure: may be vmapped."""
+def augment(inputs: Tensor, local: LocalTraining, key: Tensor) -> Tensor:
+    """Return inputs with random crops, flips and intensities.
+
+    The function is pure and may be vmapped.
+
+    Args:
+        inputs: (sample, …).
+        local: Settings of crops, flips and intensities.
+        key: Key from which they are drawn.
+    """
     inputs = moved(inputs, local, key)
     return inputs if local.intensity is None else local.intensity(inputs, key)
 
 
-def moved(images: Tensor, local: Local, key: Tensor, padding: float = 0.0) -> Tensor:
-    """Crop and flip images or volumes at random. Pure: may be vmapped.
+def moved(images: Tensor, local: LocalTraining, key: Tensor, padding: float = 0.0) -> Tensor:
+    """Crop and flip images or volumes at random. The function is pure and may be vmapped.
 
     Args:
         images: (sample, channel, *size).
-        local: Which crops and flips there are.
+        local: Settings of crops and flips.
         key: Key from which they are drawn.
         padding: Value of pixels that a crop takes from outside of the image.
     """
@@ -121,7 +133,7 @@ def moved(images: Tensor, local: Local, key: Tensor, padding: float = 0.0) -> Te
 
 
 def _cropped(images: Tensor, margin: int, key: Tensor, padding: float) -> Tensor:
-    """Pad every side by a margin and cut the old size out, at a place that each sample draws."""
+    """Pad every side by a margin, and crop each sample to the old size at a random position."""
     size = images.shape[2:]
     if margin >= min(size):
         raise ConfigError(
@@ -129,12 +141,11 @@ def _cropped(images: Tensor, margin: int, key: Tensor, padding: float) -> Tensor
             f"of padding alone. Up to {min(size) - 1} fits."
         )
     padded = F.pad(images, (margin,) * (2 * len(size)), value=padding)
-    drawn = random.uniform(key, (len(size), len(images)), torch.float32)
-    starts = (drawn * (2 * margin + 1)).long()
+    fractions = random.uniform(key, (len(size), len(images)), torch.float32)
+    starts = (fractions * (2 * margin + 1)).long()
     for axis, side in enumerate(size):
-        positions = starts[axis][:, None] + torch.arange(
-            side, device=images.device
-        )  # (sample, side)
+        # (sample, side)
+        positions = starts[axis][:, None] + torch.arange(side, device=images.device)
         shape = [len(images)] + [1] * (images.dim() - 1)
         shape[2 + axis] = side
         padded = torch.take_along_dim(padded, positions.reshape(shape), 2 + axis)
@@ -143,18 +154,18 @@ def _cropped(images: Tensor, margin: int, key: Tensor, padding: float) -> Tensor
 
 def _flipped(images: Tensor, axes: tuple[int, ...], key: Tensor) -> Tensor:
     """Mirror each sample along each axis with probability 1/2."""
-    drawn = random.uniform(key, (len(axes), len(images)), torch.float32) < 0.5
-    for place, axis in enumerate(axes):
-        mirrored = drawn[place].reshape([-1] + [1] * (images.dim() - 1))
+    is_flipped = random.uniform(key, (len(axes), len(images)), torch.float32) < 0.5
+    for index, axis in enumerate(axes):
+        mirrored = is_flipped[index].reshape([-1] + [1] * (images.dim() - 1))
         images = torch.where(mirrored, images.flip(axis), images)
     return images
 
 
 def _flipped_axes(asked: tuple[int, ...], dims: int) -> tuple[int, ...]:
-    """Return which dimensions of (sample, channel, *size) are flipped.
+    """Return the dimensions of (sample, channel, *size) that are flipped.
 
     Args:
-        asked: Axes of the size, 0 for the first and -1 for the last. Empty: the last alone.
+        asked: Axes of the size, 0 for the first and -1 for the last. Empty: only the last.
         dims: Number of axes of the size.
     """
     if unfit := [axis for axis in asked if not -dims <= axis < dims]:
@@ -171,7 +182,7 @@ def _flipped_axes(asked: tuple[int, ...], dims: int) -> tuple[int, ...]:
     return axes
 
 
-def check_augmentation(inputs: Tensor, targets: Tensor, local: Local, task: Task) -> None:
+def check_augmentation(inputs: Tensor, targets: Tensor, local: LocalTraining, task: Task) -> None:
     """Try crops, flips and intensities on a few samples, and refuse those that do not fit.
 
     Args:

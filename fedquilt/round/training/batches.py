@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from fedquilt import noise
-from fedquilt.round.training.local import LastBatch, Local
+from fedquilt.round.training.local import LastBatch, LocalTraining
 
 
 def batched(samples: Tensor, batch_size: int, last_batch: LastBatch = "keep") -> list[Tensor]:
-    """Samples, or their positions, in batches. A tail of one sample joins the batch before it."""
+    """Split samples, or their positions, into batches.
+
+    Args:
+        samples: (sample, …) Samples or positions.
+        batch_size: Samples per batch.
+        last_batch: What is done with a last batch that is not full: `keep` it, `drop` it, or
+            `merge` it with the one before. `keep` also merges a batch of one sample.
+    """
     edges = list(range(0, len(samples), batch_size))
     if len(edges) > 1 and (tail := len(samples) - edges[-1]) < batch_size:
         if last_batch == "drop":
@@ -21,8 +29,19 @@ def batched(samples: Tensor, batch_size: int, last_batch: LastBatch = "keep") ->
     return [samples[start:stop] for start, stop in pairwise([*edges, len(samples)])]
 
 
-def itinerary(size: int, local: Local, key: int) -> list[Tensor]:
-    """The samples of each batch a client goes through in one round, epoch after epoch, in an order of its own."""
+def num_batches(size: int, local: LocalTraining) -> int:
+    """Return the number of batches that a client with `size` samples trains on in one round."""
+    return local.epochs * len(batched(torch.empty(size), local.batch_size, local.last_batch))
+
+
+def itinerary(size: int, local: LocalTraining, key: int) -> list[Tensor]:
+    """Return the sample positions of each batch of a client's round, shuffled in every epoch.
+
+    Args:
+        size: Number of the client's samples.
+        local: Batch size and number of epochs.
+        key: Random key of the client and round.
+    """
     batches = []
     for epoch in range(local.epochs):
         order = noise.order(noise.key(key, epoch), size)

@@ -1,4 +1,4 @@
-"""Try the objectives of a user on two samples before a run, so that a mistake in them is found early."""
+"""Trial of a user's objectives on two samples before a run, so that mistakes are found early."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from torch import Tensor
 
 from fedquilt.errors import ConfigError, FedquiltError
+from fedquilt.errors.faults import is_out_of_memory
 from fedquilt.family.member import Member
-from fedquilt.faults import is_out_of_memory
 from fedquilt.names import said
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.objectives import Objective, View
@@ -22,7 +22,7 @@ _WORKS = "A tensor with one real number works, of shape (), such as the mean ove
 
 
 def has_own_objective(learner: Learner) -> bool:
-    """Return True if an objective of a phase, or one inside it, is the user's and not part of fedquilt."""
+    """Return True if any objective of a learner is defined outside of fedquilt."""
     parts = (part for phase in learner.phases for part in _parts(phase.objective))
     return any(type(part).__module__.partition(".")[0] != _PACKAGE for part in parts)
 
@@ -30,7 +30,7 @@ def has_own_objective(learner: Learner) -> bool:
 def check_objectives(
     learner: Learner, member: Member, state: State, batch: Batch, owner: str
 ) -> None:
-    """Take one gradient of every phase's objective, and refuse objectives that do not do what they state.
+    """Compute a gradient of every phase's objective, and refuse those that break the contract.
 
     Args:
         learner: Learner whose phases are tried.
@@ -40,8 +40,8 @@ def check_objectives(
         owner: Name of the method, for messages.
 
     Raises:
-        ConfigError: An objective fails, returns another thing than one real number, or runs a net that it does not
-            name.
+        ConfigError: An objective fails, returns another thing than one real number, or runs a net
+            that it does not name.
     """
     slotted = learner.slotted(member)
     slots = {
@@ -55,28 +55,29 @@ def check_objectives(
         )
     for phase in learner.phases:
         objective = phase.objective
-        asked = f"{owner} trains by the objective {_name(objective)}"
+        request = f"{owner} trains by the objective {_name(objective)}"
         if not isinstance(objective, Objective):
             raise ConfigError(
-                f"{asked}, which is no Objective. An instance of a class derived from Objective works."
+                f"{request}, which is no Objective. An instance of a class derived from Objective "
+                "works."
             )
-        checked = _Checked(objective, asked)
+        checked = _Checked(objective, request)
         try:
             named = objective.nets(member)
-            _check_members(asked, named)
+            _check_members(request, named)
             gradient(learner, member, checked, state, received, batch)
         except FedquiltError:
             raise
         except Exception as error:  # an objective of the user's own may raise anything
             if is_out_of_memory(error):
                 raise
-            raise ConfigError(f"{asked}, which failed on two samples: {said(error)}") from error
-        _check_named(asked, named, checked.run)
+            raise ConfigError(f"{request}, which failed on two samples: {said(error)}") from error
+        _check_named(request, named, checked.run)
 
 
 @dataclass
 class _Recording(View):
-    """A view that writes down the nets that are run."""
+    """A view that records the nets that are run."""
 
     run: list[Member] = field(default_factory=list)
 
@@ -87,7 +88,7 @@ class _Recording(View):
 
 @dataclass(frozen=True)
 class _Checked(Objective):
-    """Another objective, whose loss is checked and whose nets are written down."""
+    """A wrapper that checks an objective's loss and records the nets that it runs."""
 
     objective: Objective
     asked: str
@@ -97,11 +98,12 @@ class _Checked(Objective):
         return self.objective.nets(member)
 
     def __call__(self, view: View) -> Tensor:
-        values = {one.name: getattr(view, one.name) for one in fields(View)}
+        values = {item.name: getattr(view, item.name) for item in fields(View)}
         loss: object = self.objective(_Recording(**values, run=self.run))
         if not isinstance(loss, Tensor):
             raise ConfigError(
-                f"{self.asked}, which returned {type(loss).__name__} {loss!r:.40}. {_WORKS} A number that was taken "
+                f"{self.asked}, which returned {type(loss).__name__} {loss!r:.40}. {_WORKS} A "
+                "number that was taken "
                 "out of a tensor, as by `.item()`, has no gradient."
             )
         if loss.shape or not loss.is_floating_point():
@@ -112,20 +114,33 @@ class _Checked(Objective):
 
 
 def _check_members(asked: str, named: object) -> None:
-    """Refuse what `nets` should not return. Engines look nets up by the tuple, which a list does not allow."""
+    """Refuse a result of `nets` that is not a tuple of members.
+
+    Engines use the tuple as a key of dictionaries, which a list cannot be.
+    """
     if not isinstance(named, tuple) or not all(isinstance(net, Member) for net in named):
         raise ConfigError(
-            f"{asked}; its `nets` returned {named!r:.80}. A tuple of members works, such as (member,)."
+            f"{asked}; its `nets` returned {named!r:.80}. A tuple of members works, such as "
+            "(member,)."
         )
 
 
 def _check_named(asked: str, named: tuple[Member, ...], run: list[Member]) -> None:
-    """Refuse nets that were run and not named, because costs and the plans of engines follow from the names."""
+    """Refuse an objective that runs nets which its `nets` does not name.
+
+    Costs and the plans of engines are derived from `nets`.
+
+    Args:
+        asked: Beginning of the error message.
+        named: Nets that the objective names.
+        run: Nets that it has run.
+    """
     missing = [net for net in dict.fromkeys(run) if net not in named]
     if missing:
         names = ", ".join(_net_name(net) for net in named) or "none"
         raise ConfigError(
-            f"{asked}, which ran {_net_name(missing[0])}; its `nets` names {names}. Costs and memory are counted by "
+            f"{asked}, which ran {_net_name(missing[0])}; its `nets` names {names}. Costs and "
+            "memory are counted by "
             f"`nets`: add {_code(missing[0])} to the tuple that nets(member) returns."
         )
 
@@ -139,9 +154,9 @@ def _code(net: Member) -> str:
 
 
 def _name(objective: object) -> str:
-    """Return the name of an objective's class, and of those inside it."""
-    inside = [_name(part) for part in _inside(objective)]
-    return type(objective).__name__ + (f"({', '.join(inside)})" if inside else "")
+    """Return the class names of an objective and of the objectives inside it."""
+    inner_names = [_name(part) for part in _inside(objective)]
+    return type(objective).__name__ + (f"({', '.join(inner_names)})" if inner_names else "")
 
 
 def _parts(objective: object) -> Iterator[object]:
@@ -154,6 +169,6 @@ def _inside(objective: object) -> list[Objective]:
     """Return the objectives that are fields of another one, alone or in tuples."""
     if not is_dataclass(objective):
         return []
-    values = [getattr(objective, one.name) for one in fields(objective)]
+    values = [getattr(objective, item.name) for item in fields(objective)]
     listed = [value if isinstance(value, tuple) else (value,) for value in values]
     return [part for value in listed for part in value if isinstance(part, Objective)]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Filter(Protocol):
-    """Which of the weights are meant, by name."""
+    """Contract of a filter, which selects weights of a member by name."""
 
     def __hash__(self) -> int: ...
 
@@ -19,22 +19,26 @@ class Filter(Protocol):
 
 @dataclass(frozen=True)
 class All:
+    """All trained weights and norm statistics."""
+
     def names(self, member: Member) -> frozenset[str]:
         return frozenset((*member.trainable, *member.statistics))
 
 
 @dataclass(frozen=True)
 class Nothing:
+    """No weights."""
+
     def names(self, member: Member) -> frozenset[str]:
         return frozenset()
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The weights of the named parts, or all others."""
+    """The weights of the named parts, or all other weights."""
 
     parts: tuple[str, ...]
-    other: bool = False
+    other: bool = False  # True: all weights except those of the parts.
 
     def names(self, member: Member) -> frozenset[str]:
         named = frozenset(name for part in self.parts for name in member.parts.get(part, ()))
@@ -43,12 +47,12 @@ class Parts:
 
 @dataclass(frozen=True)
 class VariantWeights:
-    """The weights of a variant that a member has, or all its others. Constants are among them."""
+    """The weights of a variant, or all other weights of a member. Constants are included."""
 
     variant: str
-    other: bool = False
+    other: bool = False  # True: all weights except those of the variant.
 
     def names(self, member: Member) -> frozenset[str]:
-        own = frozenset(member.names)
+        member_names = frozenset(member.names)
         named = frozenset(member.at(self.variant).names)
-        return own - named if self.other else own & named
+        return member_names - named if self.other else member_names & named

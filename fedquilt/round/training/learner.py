@@ -1,4 +1,4 @@
-"""Learners: all that a client does in one round, as a value."""
+"""Learners describe all that a client does in one round."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fedquilt.axes import Index, Positions
 from fedquilt.checks import refuse
 from fedquilt.family.cost import TrainingStep
 from fedquilt.family.norms import NormPolicy
-from fedquilt.precision import Precision
+from fedquilt.hardware.precision import Precision
 from fedquilt.round.training.batches import itinerary
 from fedquilt.round.training.filters import All, Filter, Nothing
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import Objective, TaskLoss
 from fedquilt.round.training.optimizers import OptimiserState, State
 from fedquilt.round.training.passes import ClientPass
@@ -36,61 +36,60 @@ Freeze = Literal["update", "gradient"]
 
 @dataclass(frozen=True)
 class Phase:
-    """One update of a batch: what is minimised, and which positions it may move."""
+    """One optimizer step on a batch: an objective, and the positions that the step may change."""
 
-    objective: Objective = TaskLoss()
-    moves: Region = Everywhere()
-    # Elsewhere the update is withheld, or only the gradient: then momentum and decay move what should stay.
+    objective: Objective = TaskLoss()  # Loss that is minimized.
+    moves: Region = Everywhere()  # Positions that may change.
+    # How other positions are frozen. "update": they do not change. "gradient": their gradient is
+    # zero, but momentum and weight decay still change them.
     freeze: Freeze = "update"
 
 
 @dataclass(frozen=True)
 class Learner:
-    """All a client does in one round; rebuilt on the client from the job and the configuration alone."""
+    """Description of all that a client does in one round.
 
-    phases: tuple[Phase, ...]  # of a batch; where they are drawn, those of the first
-    local: Local
-    lr: float
+    A client builds it from the job and the settings of the run alone.
+    """
+
+    phases: tuple[Phase, ...]  # Phases of a batch. If they are drawn, those of the first batch
+    local: LocalTraining  # Settings of local training
+    lr: float  # Learning rate of the round. `rate` returns that of a batch
     send: Filter = All()  # Weights that the client uploads
     receive: Filter | None = None  # Weights that the client downloads; None: those that it uploads
-    keep: Filter = Nothing()
-    # Weights of a net that is the client's own, such as a private net. They stay on the client: it keeps them between
-    # rounds, and neither sends nor receives them. A client without them has the initial ones.
+    keep: Filter = Nothing()  # Weights that the client keeps between rounds
+    # Weights of a client's private net. The client keeps them between rounds, and neither sends nor
+    # receives them. Before its first round it has the initial ones.
     private: Filter = Nothing()
-    # Private weights are downloaded by a client that has none yet, which is charged. False: it draws them from the seed
+    # Download private weights once, which costs bytes. False: the client draws them from the seed
     installs: bool = False
-    keep_slots: bool = False
-    class_rows: bool = (
-        False  # of weights with a class axis, send only the rows of classes the client holds
-    )
-    times: int = 1  # that the client counts in the merge; 1 has no effect
-    counts_steps: bool = False  # the client remembers its optimizer steps over all rounds, which the merge weights by
-    paced: bool = False  # FedNova: report the effective step count
-    mu: float = 0.0  # the proximal weight, which changes that count
+    keep_slots: bool = False  # Keep the optimizer's slots between rounds
+    class_rows: bool = False  # Send only the output rows of classes that the client holds
+    times: int = 1  # Factor of the client's weight in the merge. 1 has no effect
+    # Count the client's optimizer steps over all rounds, for a merge that weights by them
+    counts_steps: bool = False
+    paced: bool = False  # Report the effective step count (FedNova)
+    mu: float = 0.0  # Weight of the proximal term, which changes the effective step count
     state: MethodState = MethodState()  # Slots and extras of the method on the client
-    before: tuple[
-        ClientPass, ...
-    ] = ()  # Passes over samples before the first step, with the received weights
-    after: tuple[
-        ClientPass, ...
-    ] = ()  # Passes over samples after the last step, with the trained weights
-    taught: bool = (
-        False  # objectives ask for the logits that the client's net gave before the batch
-    )
+    # Passes over samples before the first step, with the received weights
+    before: tuple[ClientPass, ...] = ()
+    # Passes over samples after the last step, with the trained weights
+    after: tuple[ClientPass, ...] = ()
+    # Objectives see the logits of the client's net before the batch, as `View.taught`
+    taught: bool = False
     taught_by: str = ""  # Variant that gave these logits; empty: the client's own net
-    # Name of an extra with a row for every public sample that it is about (`PublicRows`). Batches are then of these
-    # samples, and objectives see the rows of a batch as `View.taught`. Empty: batches are of the client's own samples.
+    # Name of an extra with a row for every public sample that it is about (`PublicRows`). Batches
+    # are then of these samples, and objectives see the rows of a batch as `View.taught`. Empty:
+    # batches are of the client's own samples.
     teacher: str = ""
-    teacher_draw: int = (
-        0  # Public samples that are drawn for each round, which the rows are about; 0: all
-    )
-    lesson: Learner | None = (
-        None  # Training on public samples, with a `teacher`, before that on the client's own
-    )
+    # Number of public samples that are drawn for each round, one per row of `teacher`. 0: all
+    teacher_draw: int = 0
+    # Training on public samples with a `teacher`, before that on the client's own samples
+    lesson: Learner | None = None
     max_batches: int = 0  # Most batches of a round; 0: all of its epochs
-    task: Task = Classification()  # whose loss the objectives wrap: that of the world
-    # Share of the client's net, which the scaler divides by. Learners that differ in it alone are equal, so that
-    # clients of unequal shares and equal members still train as one stack, each with its own share.
+    task: Task = Classification()  # Task of the run, whose loss objectives use
+    # Share of the client's net, which the scaler divides by. It is ignored in comparisons, so that
+    # clients with equal members and different shares still train as one stack.
     share: float = field(default=1.0, compare=False)
 
     def __post_init__(self) -> None:
@@ -99,17 +98,19 @@ class Learner:
 
     def _check_names(self) -> None:
         """Refuse slots that the optimizer has, and passes with the same name."""
-        wrong = {}
-        if taken := set(self.state.slots) & set(self.local.optimiser.slots):
-            wrong["state"] = (
-                f"the slot {min(taken)!r} was asked for, which the local optimizer has; another name would work."
+        problems = {}
+        if clash := set(self.state.slots) & set(self.local.optimizer.slots):
+            problems["state"] = (
+                f"the slot {min(clash)!r} was asked for, which the local optimizer has; another "
+                "name would work."
             )
-        names = [one.name for one in self.passes]
+        names = [client_pass.name for client_pass in self.passes]
         if repeated := sorted(name for name in set(names) if names.count(name) > 1):
-            wrong["before and after"] = (
-                f"two passes named {repeated[0]!r} were asked for; passes with unequal names would work."
+            problems["before and after"] = (
+                f"two passes named {repeated[0]!r} were asked for; passes with unequal names would "
+                "work."
             )
-        refuse(self, wrong)
+        refuse(self, problems)
 
     @property
     def passes(self) -> tuple[ClientPass, ...]:
@@ -118,11 +119,14 @@ class Learner:
 
     @property
     def num_slots(self) -> int:
-        """Return how many slots a client has while it trains, of its optimizer and of the method."""
-        return len(self.local.optimiser.slots) + len(self.state.slots)
+        """Return the number of a client's slots in training, of its optimizer and its method."""
+        return len(self.local.optimizer.slots) + len(self.state.slots)
 
     def slotted(self, member: Member) -> tuple[str, ...]:
-        """Return the names of the weights that the method's slots belong to: trained ones that travel both ways."""
+        """Return the names of the weights that have slots of the method.
+
+        These are trained weights that the client both receives and sends.
+        """
         if not self.state:
             return ()
         shared = {*self.sent(member)} & {*self.received(member)}
@@ -134,15 +138,19 @@ class Learner:
         return type(self).phases_at is not Learner.phases_at
 
     def phases_at(self, step: int) -> tuple[Phase, ...]:
-        """The phases of one batch; learners that draw them do so by round and step, so that clients stack."""
+        """Return the phases of one batch.
+
+        A learner may draw them from the round and the step. They must not depend on the client, so
+        that clients can be stacked.
+        """
         return self.phases
 
     def possible_phases(self, member: Member) -> tuple[Phase, ...]:
-        """Return phases among which are those of the largest step of any round, as far as memory goes."""
+        """Return phases that include the step of any round that needs the most memory."""
         return self.phases
 
     def moves(self, steps: int) -> int:
-        """Return the optimizer steps of a number of batches. Every batch has the same number of phases."""
+        """Return the optimizer steps of `steps` batches: one step per phase of each batch."""
         return steps * len(self.phases)
 
     def nets(self, member: Member) -> tuple[Member, ...]:
@@ -150,22 +158,27 @@ class Learner:
         return nets_of(self.phases, member)
 
     def activation_sets(self, member: Member) -> int:
-        """Return how many sets of activations of one net are in memory at once, at most."""
-        passes = [one for phase in self.phases for one in phase.objective.passes(member)]
-        return max((one.saved for one in passes), default=1)
+        """Return the largest number of sets of activations of one net in memory at once."""
+        passes = [
+            net_passes for phase in self.phases for net_passes in phase.objective.passes(member)
+        ]
+        return max((net_passes.saved for net_passes in passes), default=1)
 
     def changes_samples(self, member: Member) -> bool:
         """Return True if nets run on other samples than the batch's, such as attacked ones."""
         return not all(
-            one.on_batch for phase in self.phases for one in phase.objective.passes(member)
+            net_passes.on_batch
+            for phase in self.phases
+            for net_passes in phase.objective.passes(member)
         )
 
     def training_step(self, member: Member, precision: Precision) -> TrainingStep:
-        """Describe the largest step as far as memory depends on it.
+        """Return the quantities of the largest step that memory depends on.
 
-        Phases run one after another. The description is an upper bound for each: it has the most runs of the
-        client's own net, the most runs of all nets, and every nested net of any phase. Nested nets of a phase without
-        the client's own are counted as if they had its size. Logits of a teacher are small, and not counted.
+        Phases run one after another. The description is an upper bound for each: it has the most
+        runs of the client's own net, the most runs of all nets, and every nested net of any phase.
+        Nested nets of a phase without the client's own are counted as if they had its size. Logits
+        of a teacher are small, and not counted.
 
         Args:
             member: The client's net. Nets nested in it are described by their shares.
@@ -175,9 +188,14 @@ class Learner:
         passes, runs = 1, 1
         nested = Counter[float]()
         for phase in phases:
-            nets = [one.net for one in phase.objective.passes(member) for _ in range(one.saved)]
+            nets = [
+                net_passes.net
+                for net_passes in phase.objective.passes(member)
+                for _ in range(net_passes.saved)
+            ]
             shares = [net.share for net in nets if net.share is not None] if member in nets else []
-            # A pair of nets has the activations of both, so that one run of each is one run of the pair.
+            # The activations of a pair of nets are those of both. So one run of each net counts as
+            # one run of the pair.
             pairs = Counter(
                 net.arch.variant for net in nets if net.share is None and net.is_part_of(member)
             )
@@ -185,44 +203,49 @@ class Learner:
             passes = max(passes, len(nets) - len(shares) - surplus)
             runs = max(runs, len(nets) - surplus)
             nested |= Counter(shares)
-        most = None if runs - passes >= nested.total() else runs - passes
+        max_nested = None if runs - passes >= nested.total() else runs - passes
         local = self.local
         copies = frozenset[str]().union(*(phase.objective.copies for phase in phases))
         slots = self.num_slots + len(copies)
-        # A last batch that is not full may be joined to the one before it.
+        # A last batch that is not full may be merged with the one before it.
         batch_size = 2 * local.batch_size - 1 if local.last_batch == "merge" else local.batch_size
-        return TrainingStep(batch_size, slots, precision, passes, tuple(nested.elements()), most)
+        return TrainingStep(
+            batch_size, slots, precision, passes, tuple(nested.elements()), max_nested
+        )
 
     @property
     def timeless(self) -> Self:
-        """Without what changes from round to round: what has been recorded of one round serves the next."""
+        """Return the learner without the fields that change from round to round.
+
+        It is a key under which steps captured in one round are found in the next.
+        """
         return replace(self, lr=0.0, lesson=None, max_batches=0)
 
     def moved(self, member: Member) -> tuple[str, ...]:
-        """The weights that training changes, and the statistics it tracks."""
+        """Return the names of the trained weights and of the statistics that training tracks."""
         return _moved_names(self.local.norm, member)
 
     def names(self, member: Member) -> tuple[str, ...]:
-        """The weights a client holds while it trains: what changes, and what is carried along."""
+        """Return the names of all tensors that a client holds in training, with constants."""
         return _held_names(self.local.norm, member)
 
     def sent(self, member: Member) -> tuple[str, ...]:
-        """Return the names of the weights that travel to the server."""
+        """Return the names of the weights that a client sends to the server."""
         names = _sent_names(self.send, self.local.norm, member)
         return _without(names, self.private, member) if self.private != Nothing() else names
 
     def received(self, member: Member) -> tuple[str, ...]:
-        """Return the names of the weights that travel to the client, and of constants that are cut with them.
+        """Return the names of the weights that a client receives, and of constants cut with them.
 
-        Weights that the member does not train are among them.
+        Weights that the member does not train are included.
         """
-        chosen = self.send if self.receive is None else self.receive
-        whole = member.unfrozen
-        names = (*_shared_names(chosen, self.local.norm, whole), *whole.carried)
-        return _without(names, self.private, whole) if self.private != Nothing() else names
+        selection = self.send if self.receive is None else self.receive
+        unfrozen = member.unfrozen
+        names = (*_shared_names(selection, self.local.norm, unfrozen), *unfrozen.carried)
+        return _without(names, self.private, unfrozen) if self.private != Nothing() else names
 
     def kept(self, member: Member) -> tuple[str, ...]:
-        """The weights that stay on the client for its next round."""
+        """Return the names of the weights that a client keeps for its next round."""
         return _kept_names(self.keep, self.private, self.local.norm, member)
 
     def installed(self, member: Member) -> tuple[str, ...]:
@@ -230,11 +253,17 @@ class Learner:
         return _private_names(self.private, self.local.norm, member) if self.installs else ()
 
     def teaching_net(self, member: Member) -> Member:
-        """Return the net whose logits before a batch objectives see, if the learner sets `taught`."""
+        """Return the net whose logits objectives see as `View.taught`, if `taught` is set."""
         return member.at(self.taught_by) if self.taught_by else member
 
     def upload(self, member: Member, submodel: Submodel, held: Tensor) -> Submodel:
-        """Return the positions that are sent."""
+        """Return the positions that a client sends.
+
+        Args:
+            member: The client's net.
+            submodel: Positions that the client holds.
+            held: (class,) True where the client has samples of the class.
+        """
         rows = {}
         if self.class_rows and member.class_rows:
             rows["class"] = Positions.chosen(held.nonzero().flatten().tolist())
@@ -243,15 +272,42 @@ class Learner:
     def masks(
         self, member: Member, phase: Phase, device: torch.device
     ) -> Mapping[str, Tensor | bool]:
-        """Return, by weight, a mask of the positions that a phase may change. It is computed once."""
+        """Return, by weight, a mask of the positions that a phase may change. Masks are cached.
+
+        Args:
+            member: The client's net.
+            phase: Phase of a batch.
+            device: Device of the masks.
+        """
         return masks_of(member, phase.moves, device)
 
-    def pace(self, steps: int) -> float:
-        """FedNova's a_i, for methods that ask; 1 for the others."""
-        return self.local.optimiser.pace(steps, self.lr, self.mu) if self.paced else 1.0
+    def rate(self, step: int, steps: int) -> float:
+        """Return the learning rate of a batch: the round's rate times `local.within_round`.
+
+        Args:
+            step: Number of the client's batches before this one in the round.
+            steps: Number of the client's batches in the round.
+        """
+        return self.lr * self.local.within_round(step, steps)
+
+    def mean_rate(self, steps: int) -> float:
+        """Return the mean learning rate of a round's batches, or `lr` if there are none."""
+        factors = self.local.within_round.factors(steps)
+        return self.lr * (sum(factors) / steps) if steps else self.lr
+
+    def effective_steps(self, steps: int) -> float:
+        """Return FedNova's ‖a_i‖₁ for a number of batches, or 1 if `paced` is not set."""
+        if not self.paced:
+            return 1.0
+        return self.local.optimizer.effective_steps(
+            self.local.within_round.factors(steps), self.lr, self.mu
+        )
 
     def macs(self, member: Member, sizes: Sequence[int]) -> int:
-        """Multiply-adds of training on batches of these sizes; a backward pass costs two forward ones."""
+        """Return the multiply-adds of training on batches of these sizes.
+
+        A backward pass costs as much as two forward passes.
+        """
         if not self.drawn:
             return sum(sizes) * self._macs(member, self.phases)
         return sum(
@@ -276,21 +332,22 @@ class Learner:
             public: Number of public samples.
         """
         return sum(
-            one.macs(member) * (num_drawn(one.draw, public) if one.public else own)
-            for one in self.passes
+            client_pass.macs(member)
+            * (num_drawn(client_pass.draw, public) if client_pass.public else own)
+            for client_pass in self.passes
         )
 
     def _macs(self, member: Member, phases: tuple[Phase, ...]) -> int:
         teaching = self.teaching_net(member).running.macs if self.taught else 0
         return teaching + sum(
-            one.macs for phase in phases for one in phase.objective.passes(member)
+            net_passes.macs for phase in phases for net_passes in phase.objective.passes(member)
         )
 
     def start_slots(self, weights: State, member: Member) -> OptimiserState:
-        """Empty optimiser slots."""
+        """Return optimizer slots filled with zeros."""
         return {
             slot: {name: torch.zeros_like(weights[name]) for name in member.trainable}
-            for slot in self.local.optimiser.slots
+            for slot in self.local.optimizer.slots
         }
 
 
@@ -299,7 +356,8 @@ def nets_of(phases: Sequence[Phase], member: Member) -> tuple[Member, ...]:
     return tuple(dict.fromkeys(net for phase in phases for net in phase.objective.nets(member)))
 
 
-# Names are asked for several times per client and round. They depend on few values, so that each is found once.
+# Names are needed several times per client and round. They depend on few values, so that results
+# are cached.
 
 
 @lru_cache(maxsize=256)
@@ -310,13 +368,13 @@ def _moved_names(norm: NormPolicy, member: Member) -> tuple[str, ...]:
 @lru_cache(maxsize=256)
 def _held_names(norm: NormPolicy, member: Member) -> tuple[str, ...]:
     moved = _moved_names(norm, member)
-    whole = member.unfrozen
-    return tuple(dict.fromkeys((*moved, *_moved_names(norm, whole), *whole.carried)))
+    unfrozen = member.unfrozen
+    return tuple(dict.fromkeys((*moved, *_moved_names(norm, unfrozen), *unfrozen.carried)))
 
 
 @lru_cache(maxsize=256)
 def _sent_names(chosen: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
-    """Return what a filter would send of a member that trains all its weights, without those that this one does not."""
+    """Return the names that a filter selects for sending, without weights that are frozen here."""
     frozen = {*member.frozen}
     return tuple(
         name for name in _shared_names(chosen, norm, member.unfrozen) if name not in frozen
@@ -325,26 +383,29 @@ def _sent_names(chosen: Filter, norm: NormPolicy, member: Member) -> tuple[str, 
 
 @lru_cache(maxsize=256)
 def _shared_names(chosen: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
-    """Return the names of a filter's weights that may leave a client or reach it, in the order of `Learner.names`."""
+    """Return the names that a filter selects, without those that the norm policy keeps local.
+
+    They are in the order of `Learner.names`.
+    """
     names = chosen.names(member) - norm.kept(member)
     return tuple(name for name in (*_moved_names(norm, member), *member.carried) if name in names)
 
 
 @lru_cache(maxsize=256)
 def _without(names: tuple[str, ...], private: Filter, member: Member) -> tuple[str, ...]:
-    """Return names without those that a filter chooses of a member."""
-    own = private.names(member)
-    return tuple(name for name in names if name not in own)
+    """Return names without those of a member that a filter selects."""
+    private_names = private.names(member)
+    return tuple(name for name in names if name not in private_names)
 
 
 @lru_cache(maxsize=256)
 def _private_names(private: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
-    own = private.names(member)
-    return tuple(name for name in _held_names(norm, member) if name in own)
+    selected = private.names(member)
+    return tuple(name for name in _held_names(norm, member) if name in selected)
 
 
 @lru_cache(maxsize=256)
 def _kept_names(keep: Filter, private: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
-    whole = member.unfrozen
-    names = keep.names(whole) | norm.kept(whole) | private.names(whole)
+    unfrozen = member.unfrozen
+    names = keep.names(unfrozen) | norm.kept(unfrozen) | private.names(unfrozen)
     return tuple(name for name in _held_names(norm, member) if name in names)

@@ -20,29 +20,31 @@ Distance = Literal["divergence", "logits"]
 
 @dataclass(frozen=True)
 class Mutual(Wrapping):
-    """The sum of the losses of two variants of the client's net, each of which is the other's teacher.
+    """Sum of the losses of two variants of the client's net, which teach each other.
 
     With the nets p and k and a batch B (RaFL, equations 4 and 5; Zhang et al. 2018):
 
         L_p = L(p; B) + w D(k ‖ p; B)
         L_k = L(k; B) + w D(p ‖ k; B)
 
-    L is the wrapped objective, such as cross-entropy. D is the task's mean divergence: KL at temperature 1 where
-    targets are classes. The weight w is 1 in the papers.
+    L is the wrapped objective, such as cross-entropy. D is the task's mean divergence: KL at
+    temperature 1 where targets are classes. The weight w is 1 in the papers.
 
-    Each loss treats the other net's output as a constant. So one backward pass through the sum gives every weight the
-    gradient of its own net's loss alone, and both losses are those before either net moves.
+    Each loss treats the other net's output as a constant. So one backward pass through the sum
+    gives every weight the gradient of its own net's loss. Both losses are computed before either
+    net changes.
     """
 
     pair: tuple[str, str] = (WHOLE, WHOLE)  # Variants that learn together
-    learns: tuple[
-        str, ...
-    ] = ()  # Those of the pair that learn; the other one is a fixed teacher. Empty: both
-    distance: Distance = "divergence"  # What D is. logits: the mean squared difference of logits
-    # False: gradients also go into the teacher's output. A net that learns while the other one is fixed then has the
-    # gradient of the loss that the other one had before the batch (`View.taught`), as in code that lets it accumulate.
+    # Variants of the pair that learn. The other one is a fixed teacher. Empty: both learn
+    learns: tuple[str, ...] = ()
+    # Distance D: the task's divergence, or the mean squared difference of logits
+    distance: Distance = "divergence"
+    # True: the teacher's output is a constant. False: gradients also flow into it. If only one net
+    # learns, the gradient of the other net's loss before the batch (`View.taught`) is then added,
+    # as in code that lets gradients accumulate.
     detach: bool = True
-    weight: float = 1.0  # w, the weight of D. 0: each net learns from the samples alone
+    weight: float = 1.0  # Weight w of D. 0: each net learns from the samples only
 
     def __post_init__(self) -> None:
         one_of(self, distance=Distance)
@@ -61,25 +63,25 @@ class Mutual(Wrapping):
         return tuple(dict.fromkeys((*pair, *wrapped)))
 
     def passes(self, member: Member) -> tuple[Passes, ...]:
-        """Return the passes of both nets. A fixed teacher runs forward alone, and keeps nothing."""
-        found: list[Passes] = []
+        """Return the passes of both nets. A fixed teacher only runs forward."""
+        passes: list[Passes] = []
         for variant in self.pair:
             net = member.at(variant)
             if variant in self.students:
-                found += (Passes(net), *self.objective.passes(net))
+                passes += (Passes(net), *self.objective.passes(net))
             else:
-                found.append(Passes(net, backward=0, saved=0))
-        return together(found)
+                passes.append(Passes(net, backward=0, saved=0))
+        return together(passes)
 
     def __call__(self, view: View) -> Tensor:
         losses: list[Tensor] = []
         for variant in self.students:
-            (other,) = (one for one in self.pair if one != variant)
-            student, teacher = view.member.at(variant), self._teacher(view, other)
+            (other_variant,) = (name for name in self.pair if name != variant)
+            student, teacher = view.member.at(variant), self._teacher(view, other_variant)
             outputs = view.logits(student)
-            own = replace(view, member=student, seen={})
-            losses += (self.objective(own), self._apart(view, outputs, teacher))
-            view.seen |= own.seen
+            student_view = replace(view, member=student, seen={})
+            losses += (self.objective(student_view), self._apart(view, outputs, teacher))
+            view.seen |= student_view.seen
             if not self.detach and len(self.students) == 1:
                 assert view.taught is not None, (
                     "a learner with `taught` has the logits from before the batch"
@@ -88,7 +90,7 @@ class Mutual(Wrapping):
         return torch.stack(losses).sum()
 
     def _teacher(self, view: View, variant: str) -> Tensor:
-        """Return the logits of the net that teaches, a constant unless gradients are to go into it."""
+        """Return the teacher's logits. They are a constant unless `detach` is False."""
         net = view.member.at(variant)
         if variant in self.students:
             outputs = view.logits(net)
@@ -103,5 +105,5 @@ class Mutual(Wrapping):
         if self.distance == "logits":
             return self.weight * (outputs - teacher).square().mean()
         divergences = view.task.divergences(outputs, teacher, view.targets)
-        # Where nothing counts the sum is 0, and so is the mean.
+        # If no target counts, the sum is 0, and so is the mean.
         return self.weight * divergences.sum() / view.task.counted(view.targets).sum().clamp(min=1)

@@ -19,7 +19,7 @@ from fedquilt.checks import within
 from fedquilt.errors import ConfigError
 from fedquilt.family.net import Pass
 from fedquilt.names import find, said
-from fedquilt.round.attack import AdversarialTraining
+from fedquilt.round.training.attacks import AdversarialTraining
 from fedquilt.round.training.optimizers import State
 from fedquilt.tasks import Classification, Task
 from fedquilt.terms import Slots, Weights
@@ -28,39 +28,36 @@ if TYPE_CHECKING:
     from fedquilt.family.member import Member
 
 _LOT = -4  # Random stream of the per-sample weights.
-_START = (
-    -3
-)  # Random stream of an attack. Augmentation has -1, -2, -5 and -6, layers those from 1 on.
-RECEIVED = "received"  # the copy of the weights that the round started from
+# Random stream of an attack. Augmentation has -1, -2, -5 and -6, layers those from 1 on.
+_START = -3
+RECEIVED = "received"  # Name of the copy of the weights that the round started from.
 
 
 @dataclass
 class View:
     """One batch of one client as an objective sees it."""
 
-    member: Member  # the client's own net
-    weights: State
-    inputs: Tensor
-    targets: Tensor
-    held: Tensor  # (class,) True where the client has samples of the class
-    received: Weights  # what this round started from
-    mode: Pass
-    key: Tensor
-    taught: Tensor | None = (
-        None  # Logits of the client's net before this batch. None unless the learner sets `taught`.
-    )
-    known: dict[Member, Tensor] = field(default_factory=dict)  # logits of nets that have been run
-    seen: State = field(default_factory=dict)  # norm statistics, of the widest net run
-    condition: Tensor | None = None  # a robustness for each sample, instead of the pass's
-    importance: Tensor | None = None  # what each sample's loss is multiplied by
-    share: float | Tensor = 1.0  # of the client's net, which the scaler divides by
-    slots: Slots = field(
-        default_factory=dict
-    )  # State of the method: slots received, and the client's own
-    task: Task = Classification()  # whose loss objectives wrap
+    member: Member  # The client's own net.
+    weights: State  # Its weights, by name.
+    inputs: Tensor  # (sample, …).
+    targets: Tensor  # (sample, …).
+    held: Tensor  # (class,) True where the client has samples of the class.
+    received: Weights  # Weights that the round started from.
+    mode: Pass  # How nets run.
+    key: Tensor  # Random key of the step.
+    # Logits of the client's net before this batch. None unless the learner sets `taught`.
+    taught: Tensor | None = None
+    known: dict[Member, Tensor] = field(default_factory=dict)  # Logits of nets that have been run.
+    seen: State = field(default_factory=dict)  # Norm statistics of the widest net that was run.
+    condition: Tensor | None = None  # (sample,) Robustness of each sample. None: that of the mode.
+    importance: Tensor | None = None  # (sample,) Factor of each sample's loss. None: 1.
+    share: float | Tensor = 1.0  # Share of the client's net, which the scaler divides by.
+    # Slots of the method, both received ones and the client's own.
+    slots: Slots = field(default_factory=dict)
+    task: Task = Classification()  # Task whose loss objectives use.
 
     def logits(self, net: Member | None = None) -> Tensor:
-        """Run a net on the batch; objectives of a sum that ask for the same net share the run.
+        """Run a net on the batch. Objectives of a sum that use the same net share the run.
 
         Args:
             net: The client's own net, or one nested in it. None: the client's own.
@@ -74,7 +71,7 @@ class View:
         return self.known[net]
 
     def through(self, robustness: float, **changes: Any) -> View:
-        """Return a view that runs the norms of a robustness, with other inputs or weights if given."""
+        """Return a view with another robustness of norms, and with changes such as other inputs."""
         return replace(
             self, mode=replace(self.mode, robustness=robustness), known={}, seen={}, **changes
         )
@@ -83,13 +80,13 @@ class View:
         if net == self.member or (
             net.share is None and set(net.arch.widths) <= set(self.member.arch.widths)
         ):
-            # The client's own net, another variant of it, or one net of a pair, which has its own axes alone.
-            # A norm that several run keeps what it saw last.
-            logits, seen = net.net(
+            # This is the client's own net, another variant of it, or one net of a pair. If several
+            # nets run the same norm, the statistics of the last run are kept.
+            logits, statistics = net.net(
                 self.weights, self.inputs, self.mode, self.key, self.condition, self.share
             )
             self.seen |= {
-                name: value for name, value in seen.items() if name in self.member.statistics
+                name: value for name, value in statistics.items() if name in self.member.statistics
             }
             return logits
         narrowed = self.member.narrowed(self.weights, net)
@@ -97,7 +94,7 @@ class View:
         return net.net(narrowed, self.inputs, self.mode, self.key, self.condition, share)[0]
 
     def loss(self, outputs: Tensor) -> Tensor:
-        """Return the task's mean loss of outputs (sample, class, …), with the samples' importance."""
+        """Return the task's mean loss of outputs (sample, class, …), weighted by `importance`."""
         return self.task.mean_loss(outputs, self.targets, self.importance)
 
 
@@ -106,13 +103,12 @@ class Passes:
     """Number of times that one step of an objective runs a net, and what it keeps in memory."""
 
     net: Member
-    forward: int = 1
-    backward: int = 1  # to the weights; each costs as much as two forward passes
-    to_samples: int = (
-        0  # backward passes to the samples alone; each costs as much as one forward pass
-    )
-    saved: int = 1  # sets of activations that are in memory at once
-    on_batch: bool = True  # the net runs on the batch as it is, by `View.logits`; objectives of a sum share that run
+    forward: int = 1  # Forward passes.
+    backward: int = 1  # Backward passes to the weights. Each costs two forward passes.
+    to_samples: int = 0  # Backward passes to the samples only. Each costs one forward pass.
+    saved: int = 1  # Sets of activations that are in memory at once.
+    # True: the net runs on the unchanged batch by `View.logits`. Objectives of a sum share the run.
+    on_batch: bool = True
 
     @property
     def macs(self) -> int:
@@ -122,7 +118,7 @@ class Passes:
         return through + 2 * self.backward * net.trained_macs
 
     def repeated(self, count: int) -> Passes:
-        """Return the passes over `count` batches that are made of this one, and all in memory at once."""
+        """Return the passes over `count` changed copies of the batch, all in memory at once."""
         return replace(
             self,
             forward=count * self.forward,
@@ -133,15 +129,16 @@ class Passes:
         )
 
     def searched(self, count: int) -> Passes:
-        """Return the passes of `count` steps of an attack, which go back to the samples and keep nothing."""
+        """Return the passes of `count` steps of an attack, with gradients of samples only."""
         back = self.backward + self.to_samples
         return Passes(self.net, count * self.forward, 0, count * back, saved=0, on_batch=False)
 
 
 class Objective(ABC):
-    """A loss of one batch. Subclasses are frozen dataclasses, so that equal objectives compare equal.
+    """Base class of losses of one batch.
 
-    An objective that wraps another derives from `Wrapping`, which states what the other one states.
+    Subclasses are frozen dataclasses, so that objectives with the same settings compare equal. An
+    objective that wraps another one derives from `Wrapping`.
     """
 
     @abstractmethod
@@ -150,38 +147,42 @@ class Objective(ABC):
 
     @abstractmethod
     def nets(self, member: Member) -> tuple[Member, ...]:
-        """Return the nets that it runs, each once: the client's own (`member`), or nets nested in it."""
+        """Return the nets that it runs: the client's own (`member`), or nets nested in it.
+
+        Each net is listed once.
+        """
 
     def passes(self, member: Member) -> tuple[Passes, ...]:
-        """Return how often it runs each net. By default that is one forward and one backward pass over the batch."""
+        """Return how often it runs each net. By default that is once forward and once backward."""
         return tuple(Passes(net) for net in self.nets(member))
 
     @property
     def copies(self) -> frozenset[str]:
-        """Return the names of the copies of the weights that it reads besides those it trains."""
+        """Return the names of further copies of the weights that it reads, such as `received`."""
         return frozenset()
 
     @property
     def terms(self) -> tuple[Objective, ...]:
-        """Return objectives whose sum it is, so that their gradients can be taken one after another."""
+        """Return the terms of a sum, whose gradients can be computed one after another."""
         return (self,)
 
     @property
     def reads_its_nets_alone(self) -> bool:
-        """Return True if the loss depends on the outputs of its nets alone, and not on other weights of the client.
+        """Return True if the loss depends on the outputs of its nets only.
 
-        Where phases are drawn, the vectorised engine then takes the gradient of an objective with one nested net with
-        respect to that net's weights, and `View.member` is that net. A penalty on the client's weights has a gradient
-        elsewhere too. False is always right, and slower.
+        If phases are drawn, the vectorized engine can then take the gradient of a nested net with
+        respect to that net's weights only, and `View.member` is that net. A penalty on the client's
+        weights has gradients elsewhere too, so that it must return False. False is always correct,
+        but slower.
         """
         return False
 
 
 @dataclass(frozen=True)
 class TaskLoss(Objective):
-    """The task's mean loss, such as cross-entropy. `share` runs the nested net of that share of the whole model."""
+    """The task's mean loss, such as cross-entropy."""
 
-    share: float | None = None
+    share: float | None = None  # Share of the nested net that is run. None: the client's own net
 
     reads_its_nets_alone = True
 
@@ -196,13 +197,13 @@ class TaskLoss(Objective):
 class MaskedCrossEntropy(Objective):
     """Cross-entropy with the logits of absent classes set to 0 (HeteroFL).
 
-    Absent from the client, as HeteroFL has it, or from the batch, as Split-Mix's released code has it.
-    Where targets are not classes nothing is absent, and it is the task's loss. `Method.check_task`
-    refuses other tasks unless the mask is the method's own default.
+    Classes are absent from the client, as in HeteroFL, or from the batch, as in Split-Mix's
+    released code. For tasks without classes this is the task's loss. `Method.check_task` refuses
+    such tasks unless the mask is the method's default.
     """
 
-    by: Literal["client", "batch"] = "client"
-    share: float | None = None
+    by: Literal["client", "batch"] = "client"  # Samples whose classes count as present
+    share: float | None = None  # Share of the nested net that is run. None: the client's own net
 
     reads_its_nets_alone = True
 
@@ -224,10 +225,11 @@ class MaskedCrossEntropy(Objective):
 
 @dataclass(frozen=True)
 class Wrapping(Objective):
-    """An objective that changes another one, such as by a penalty or a factor; it costs what the other one costs.
+    """An objective that changes another one, such as by a penalty or a factor.
 
-    `Local(objective=…)` and `objective = "file.py:Class"` in a file's `[method.local]` put one around
-    the loss of every client, after attacks on the samples are in it:
+    By default it has the costs of the other one. `LocalTraining(objective=…)`, or
+    `objective = "file.py:Class"` in a file's `[method.local]`, puts a wrapper around the loss of
+    every client. That loss already includes attacked samples:
 
         @dataclass(frozen=True)
         class Tempered(Wrapping):
@@ -236,12 +238,12 @@ class Wrapping(Objective):
             def __call__(self, view):
                 return self.objective(view) ** self.power
 
-    A subclass that runs nets of its own, or the other objective more than once, overrides `nets` and
-    `passes`. One that reads other copies of the weights overrides `copies`. Wrappers may be inside each
-    other: local training puts the loss into the innermost one.
+    A subclass that runs further nets, or the other objective more than once, overrides `nets` and
+    `passes`. A subclass that reads other copies of the weights overrides `copies`. Wrappers may be
+    nested. Local training puts the loss into the innermost one.
     """
 
-    # What is wrapped. In settings it is no key, because local training fills it in.
+    # Objective that is wrapped. It is not a key in settings, because local training sets it.
     objective: Objective = field(default=TaskLoss(), metadata={"setting": False})
 
     def nets(self, member: Member) -> tuple[Member, ...]:
@@ -257,7 +259,7 @@ class Wrapping(Objective):
 
 @dataclass(frozen=True)
 class Proximal(Wrapping):
-    """Another objective plus mu/2 · ‖w − w_received‖² (FedProx)."""
+    """The wrapped objective plus mu/2 · ‖w − w_received‖² (FedProx)."""
 
     mu: float = 0.01  # Weight of the proximal term. 0 has no effect; the default is that of FedProx
 
@@ -281,24 +283,28 @@ class Proximal(Wrapping):
 
 @dataclass(frozen=True)
 class Adversarial(Wrapping):
-    """Equation 1 of Split-Mix: (1 − λn)·L(x) + λn·L(x + δ), δ found by an attack.
+    """Equation 1 of Split-Mix: (1 − λn)·L(x) + λn·L(x + δ), where an attack finds δ.
 
-    Clean samples go through a net's clean norms; attack and attacked samples go through the noised ones (algorithm 4).
-    With single norms it is adversarial training as Madry et al. (2018) have it. Where every sample draws a λn of its
-    own the net is told it, for both samples and the attack (OAT).
+    Clean samples go through a net's clean norms. The attack and attacked samples go through the
+    robust norms (algorithm 4). Without dual norms this is the adversarial training of Madry et al.
+    (2018). If λn is drawn for every sample, the net gets it as an input, for the clean sample, the
+    attacked sample and the attack (OAT).
     """
 
-    how: AdversarialTraining = AdversarialTraining()
-    raised: Objective = TaskLoss()  # what δ raises, on the same nets (algorithm 4, line 10)
+    how: AdversarialTraining = AdversarialTraining()  # Weight and attack
+    raised: Objective = TaskLoss()  # Loss that the attack increases (algorithm 4, line 10)
 
     def passes(self, member: Member) -> tuple[Passes, ...]:
         """Return the passes over clean and attacked samples, and those of the attack."""
         kinds = self._clean + self._noised
-        trained = tuple(one.repeated(kinds) for one in self.objective.passes(member))
+        trained = tuple(net_passes.repeated(kinds) for net_passes in self.objective.passes(member))
         if not self._noised:
             return trained
         steps = self.how.attack.steps
-        return (*trained, *(one.searched(steps) for one in self.raised.passes(member)))
+        return (
+            *trained,
+            *(net_passes.searched(steps) for net_passes in self.raised.passes(member)),
+        )
 
     @property
     def copies(self) -> frozenset[str]:
@@ -327,7 +333,7 @@ class Adversarial(Wrapping):
         return torch.stack(losses).sum()
 
     def _weighted(self, view: View, weight: float | Tensor) -> Tensor:
-        """The objective with one weight for the batch, or one for each sample."""
+        """Return the objective times one weight for the batch, or with one for each sample."""
         if not isinstance(weight, Tensor):
             return weight * self.objective(view)
         view.importance = weight
@@ -342,19 +348,21 @@ class Adversarial(Wrapping):
         return any(weight > 0 for weight in self.how.all)
 
     def _attacked(self, view: View) -> Tensor:
-        """The worst samples found for the weights as they are: no gradient goes through the search."""
-        drawn = noise.uniform(noise.fold_in(view.key, _START), view.inputs.shape, view.inputs.dtype)
-        now = {**view.weights, **view.seen}  # single norms have seen the clean samples already
-        still = view.through(1.0, weights={name: value.detach() for name, value in now.items()})
+        """Return samples attacked for the present weights. No gradient flows through the attack."""
+        start_noise = noise.uniform(
+            noise.fold_in(view.key, _START), view.inputs.shape, view.inputs.dtype
+        )
+        weights = {**view.weights, **view.seen}  # Statistics of clean samples included.
+        still = view.through(1.0, weights={name: value.detach() for name, value in weights.items()})
         still.mode = self._searching(still.mode)
 
         def loss(inputs: Tensor) -> Tensor:
             return self.raised(still.through(1.0, inputs=inputs))
 
-        return self.how.attack(loss, view.inputs, drawn)
+        return self.how.attack(loss, view.inputs, start_noise)
 
     def _searching(self, mode: Pass) -> Pass:
-        """Return how nets run while an attack is searched. Nothing seen there is tracked."""
+        """Return how nets run during an attack. Norms do not track statistics then."""
         if self.how.search == "training":
             return replace(mode, statistics="batch")
         tracked = mode.statistics == "track"
@@ -363,13 +371,14 @@ class Adversarial(Wrapping):
 
 @dataclass(frozen=True)
 class Distilled(Objective):
-    """weight · KL(teacher ‖ nested net); the teacher is the client's own net before this batch (FedResCuE).
+    """Distillation loss weight · KL(teacher ‖ nested net) (FedResCuE).
 
-    What takes the place of KL where targets are not classes, the task says (`Task.divergences`).
+    The teacher is the client's own net before this batch. For tasks without classes,
+    `Task.divergences` replaces KL.
     """
 
-    share: float
-    weight: float = 1.0
+    share: float  # Share of the nested net that learns
+    weight: float = 1.0  # Factor of the loss. 0: no effect
 
     reads_its_nets_alone = True
 
@@ -382,13 +391,13 @@ class Distilled(Objective):
         )
         logits = view.logits(_net(view.member, self.share))
         divergences = view.task.divergences(logits, view.taught, view.targets)
-        # Where nothing counts the sum is 0, and so is the mean.
+        # If no target counts, the sum is 0, and so is the mean.
         return self.weight * divergences.sum() / view.task.counted(view.targets).sum().clamp(min=1)
 
 
 @dataclass(frozen=True)
 class FromTeacher(Objective):
-    """A loss of the client's net on public samples, given the teacher's rows for them (`View.taught`)."""
+    """Base class of losses on public samples, with the teacher's rows as `View.taught`."""
 
     reads_its_nets_alone = True
 
@@ -405,17 +414,17 @@ class FromTeacher(Objective):
 
         Args:
             view: The batch.
-            logits: (sample, class, …) of the net.
-            rows: (sample, …) of the teacher.
+            logits: (sample, class, …) Logits of the net.
+            rows: (sample, …) Rows of the teacher.
         """
 
 
 @dataclass(frozen=True)
 class Imitation(FromTeacher):
-    """KL(teacher ‖ net) of logits at temperature 1, where the teacher's rows are logits (FedDF).
+    """KL(teacher ‖ net) at temperature 1, where the teacher's rows are logits (FedDF).
 
-    Where targets are not classes, the task says how far outputs are from a teacher's (`Task.divergences`):
-    the squared error for a regression with that loss.
+    For tasks without classes, `Task.divergences` gives the distance instead, such as the squared
+    error for a regression.
     """
 
     def loss(self, view: View, logits: Tensor, rows: Tensor) -> Tensor:
@@ -436,7 +445,7 @@ class SoftLabels(FromTeacher):
 
 @dataclass(frozen=True)
 class Summed(Objective):
-    """Several objectives, one gradient: slimmable training (Yu et al. 2018) sums over the widths."""
+    """Sum of several objectives, as slimmable training (Yu et al. 2018) has over widths."""
 
     objectives: tuple[Objective, ...]
 
@@ -446,8 +455,10 @@ class Summed(Objective):
         )
 
     def passes(self, member: Member) -> tuple[Passes, ...]:
-        """Return the passes of all; a net that several run on the batch is run once."""
-        return together(one for objective in self.objectives for one in objective.passes(member))
+        """Return the passes of all objectives. A net that several run on the batch runs once."""
+        return together(
+            net_passes for objective in self.objectives for net_passes in objective.passes(member)
+        )
 
     @property
     def copies(self) -> frozenset[str]:
@@ -466,10 +477,10 @@ class Summed(Objective):
 
 
 def together(passes: Iterable[Passes]) -> tuple[Passes, ...]:
-    """Return the passes of objectives that are evaluated on one view, with shared runs listed once."""
+    """Join the passes of objectives that share a view, with shared runs listed once."""
     listed = list(passes)
-    shared = dict.fromkeys(one for one in listed if one.on_batch)
-    return (*shared, *(one for one in listed if not one.on_batch))
+    shared = dict.fromkeys(net_passes for net_passes in listed if net_passes.on_batch)
+    return (*shared, *(net_passes for net_passes in listed if not net_passes.on_batch))
 
 
 def apart(objective: Objective, member: Member) -> tuple[Objective, ...]:
@@ -492,37 +503,40 @@ def _net(member: Member, share: float | None) -> Member:
     return member if share is None else member.nested(share)
 
 
-OBJECTIVES: dict[str, type[Wrapping]] = {
-    "proximal": Proximal
-}  # that settings can put around the loss
+# Wrappers that settings can name.
+OBJECTIVES: dict[str, type[Wrapping]] = {"proximal": Proximal}
 
 
 def found_wrapper(given: object) -> Wrapping:
-    """Return a wrapper by its name or as `file.py:Class`; a wrapper is returned as it is.
+    """Return a wrapper, given the wrapper itself, its name, or `file.py:Class`.
 
     Raises:
-        ConfigError: It is no wrapper, or the innermost objective in it would be replaced by the loss.
+        ConfigError: It is not a wrapper, or it already has an innermost objective, which the loss
+            would replace.
     """
     if isinstance(given, str):
         kind = find(OBJECTIVES, given, "objective")
         try:
-            made = kind()
-        except Exception as error:  # a class of the user's own may raise anything
+            wrapper = kind()
+        except Exception as error:  # A user's class may raise anything.
             raise ConfigError(
                 f"{given!r} was called for a Wrapping and failed: {said(error)}"
             ) from error
-        return found_wrapper(made)
+        return found_wrapper(wrapper)
     if not isinstance(given, Wrapping):
-        found = f"the class {given.__name__}" if isinstance(given, type) else f"{given!r}"
+        value = f"the class {given.__name__}" if isinstance(given, type) else f"{given!r}"
         names = ", ".join(map(repr, OBJECTIVES))
         raise ConfigError(
-            f"{found} was asked for; an instance of a class derived from Wrapping fits, such as Proximal(mu=0.1), "
-            f"or its name: {names}, or 'file.py:Class'. Another objective is chosen in `Method.learner`."
+            f"{value} was asked for; an instance of a class derived from Wrapping fits, such as "
+            "Proximal(mu=0.1), "
+            f"or its name: {names}, or 'file.py:Class'. Another objective is chosen in "
+            "`Method.learner`."
         )
     innermost = wrapped_chain(given)[-1].objective
     if innermost != TaskLoss():
         raise ConfigError(
-            f"{type(given).__name__} was asked for around {innermost}; local training puts the loss there, which the "
+            f"{type(given).__name__} was asked for around {innermost}; local training puts the "
+            "loss there, which the "
             "other settings choose. Leave `objective` out of the innermost wrapper."
         )
     return given
@@ -537,7 +551,7 @@ def wrapped_chain(outermost: Wrapping) -> list[Wrapping]:
 
 
 def around(wrapper: Wrapping, loss: Objective) -> Objective:
-    """Return a wrapper with the loss inside of its innermost wrapper."""
-    for one in reversed(wrapped_chain(wrapper)):
-        loss = replace(one, objective=loss)
+    """Return a wrapper whose innermost wrapper contains the loss."""
+    for layer in reversed(wrapped_chain(wrapper)):
+        loss = replace(layer, objective=loss)
     return loss

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -15,14 +15,20 @@ from fedquilt.errors import ConfigError
 
 State = dict[str, Tensor]
 OptimiserState = dict[str, State]
+Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
-class Optimiser(Protocol):
-    """`update` returns new weights and slots; it works alike on one client's tensors and on a stack of them."""
+class Optimizer(Protocol):
+    """Contract of a client's optimizer.
 
-    lr: float
-    clip: float
-    ages: ClassVar[bool]
+    `update` returns new weights and slots, for one client's tensors or a stack of them. A learning
+    rate in a tensor is () or (client,). The latter is for a stack, whose tensors have the clients
+    in dimension 0.
+    """
+
+    lr: float  # Learning rate
+    clip: float  # Bound on the norm of the whole gradient; 0: none
+    ages: ClassVar[bool]  # True: a step depends on the number of steps before it
 
     @property
     def slots(self) -> tuple[str, ...]: ...
@@ -39,28 +45,37 @@ class Optimiser(Protocol):
         lr: Tensor,
         step: Tensor,
     ) -> None:
-        """The same in place and in one kernel, for tensors that stay where they are; `step` counts from 1."""
+        """Update tensors in-place and in one kernel.
 
-    def pace(self, steps: int, lr: float, mu: float) -> float: ...
+        Args:
+            weights: Trained weights.
+            slots: Slots by name, in the order of the weights.
+            grads: Gradients, in the order of the weights.
+            lr: () Learning rate.
+            step: () Number of this step, counted from 1.
+        """
+
+    def effective_steps(self, factors: Sequence[float], lr: float, mu: float) -> float: ...
 
 
 @dataclass(frozen=True)
 class SGD:
-    """torch.optim.SGD."""
+    """Stochastic gradient descent, equal to torch.optim.SGD."""
 
-    lr: float = 0.05  # learning rate
-    momentum: float = 0.9  # what is kept of the last step; 0: none
-    nesterov: bool = False  # look ahead by the momentum
-    decay: float = 0.0  # weight decay, added to the gradient; 0: none
-    clip: float = 0.0  # bound on the norm of the whole gradient; 0: none
+    lr: float = 0.05  # Learning rate
+    momentum: float = 0.9  # Share of the last step that is kept; 0: none
+    nesterov: bool = False  # Look ahead by the momentum
+    weight_decay: float = 0.0  # Weight decay, added to the gradient; 0: none
+    clip: float = 0.0  # Bound on the norm of the whole gradient; 0: none
 
-    ages: ClassVar[bool] = False  # whether a step depends on how many came before it
+    ages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        within(self, lr="(0, inf)", momentum="[0, 1)", decay="[0, inf)", clip="[0, inf)")
+        within(self, lr="(0, inf)", momentum="[0, 1)", weight_decay="[0, inf)", clip="[0, inf)")
         if self.nesterov and not self.momentum:
             raise ConfigError(
-                "SGD was asked for Nesterov steps without momentum; give it one, such as momentum=0.9."
+                "SGD was asked for Nesterov steps without momentum; give it one, such as "
+                "momentum=0.9."
             )
 
     @property
@@ -72,8 +87,8 @@ class SGD:
     ) -> tuple[State, OptimiserState]:
         names = list(grads)
         change, values = [grads[n] for n in names], [weights[n] for n in names]
-        if self.decay:
-            change = list(torch._foreach_add(change, values, alpha=self.decay))
+        if self.weight_decay:
+            change = list(torch._foreach_add(change, values, alpha=self.weight_decay))
         new_slots: OptimiserState = {}
         if self.momentum:
             buffers = list(torch._foreach_mul([slots["momentum"][n] for n in names], self.momentum))
@@ -85,7 +100,7 @@ class SGD:
                 else buffers
             )
         if isinstance(lr, Tensor):
-            moved = torch._foreach_add(values, torch._foreach_mul(change, -lr))
+            moved = torch._foreach_add(values, _scaled(change, -lr))
         else:
             moved = torch._foreach_add(values, change, alpha=-lr)
         return dict(zip(names, moved, strict=True)), new_slots
@@ -102,105 +117,47 @@ class SGD:
             weights,
             grads,
             slots.get("momentum", []),
-            weight_decay=self.decay,
+            weight_decay=self.weight_decay,
             momentum=self.momentum,
             lr=lr,
             dampening=0.0,
             nesterov=self.nesterov,
             maximize=False,
-            is_first_step=False,  # buffers start at zero, which makes the first step the same as torch's
+            # Buffers start at zero, which gives the same first step as in torch.
+            is_first_step=False,
         )
 
-    def pace(self, steps: int, lr: float, mu: float) -> float:
-        """FedNova's a_i: how far `steps` unit gradients move a weight, in units of the learning rate."""
+    def effective_steps(self, factors: Sequence[float], lr: float, mu: float) -> float:
+        """Return FedNova's ‖a_i‖₁, the distance that unit gradients move a weight.
+
+        The unit of distance is the round's learning rate.
+
+        A client's change is −η·G_i·a_i with any non-negative a_i (Wang et al. 2020). A learning
+        rate that changes within the round enters a_i as a factor of each step, and η stays the same
+        for all clients.
+
+        Args:
+            factors: Factor of the learning rate in each step. 1 has no effect.
+            lr: Learning rate η of the round.
+            mu: Weight of the proximal term; 0: none.
+        """
         velocity = distance = 0.0
-        for _ in range(steps):
-            pull = 1.0 - lr * mu * distance  # a unit gradient, less the proximal term's pull back
+        for factor in factors:
+            pull = 1.0 - lr * mu * distance  # Unit gradient minus the proximal term.
             velocity = self.momentum * velocity + pull
-            distance += pull + self.momentum * velocity if self.nesterov else velocity
+            distance += factor * (pull + self.momentum * velocity if self.nesterov else velocity)
         return distance
 
 
 @dataclass(frozen=True)
 class Adam:
-    """torch.optim.Adam."""
-
-    lr: float = 1e-3  # learning rate
-    beta1: float = 0.9  # what is kept of the mean gradient
-    beta2: float = 0.999  # what is kept of the mean square
-    eps: float = 1e-8  # added to its root
-    decay: float = 0.0  # weight decay, added to the gradient; 0: none
-    clip: float = 0.0  # bound on the norm of the whole gradient; 0: none
-
-    ages: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        within(
-            self,
-            lr="(0, inf)",
-            beta1="[0, 1)",
-            beta2="[0, 1)",
-            eps="(0, inf)",
-            decay="[0, inf)",
-            clip="[0, inf)",
-        )
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("mean", "square")
-
-    def update(
-        self, weights: State, slots: OptimiserState, grads: State, lr: float | Tensor, step: int
-    ) -> tuple[State, OptimiserState]:
-        assert not isinstance(lr, Tensor), "a learning rate on the device is for `update_`"
-        if self.decay:
-            decayed = torch._foreach_add(
-                list(grads.values()), [weights[n] for n in grads], alpha=self.decay
-            )
-            grads = dict(zip(grads, decayed, strict=True))
-        return _adam_step(self, weights, slots, grads, lr, step)
-
-    def update_(
-        self,
-        weights: list[Tensor],
-        slots: Mapping[str, list[Tensor]],
-        grads: list[Tensor],
-        lr: Tensor,
-        step: Tensor,
-    ) -> None:
-        torch._fused_adam_(
-            weights,
-            grads,
-            slots["mean"],
-            slots["square"],
-            [],
-            [step] * len(weights),
-            lr=lr,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            weight_decay=self.decay,
-            eps=self.eps,
-            amsgrad=False,
-            maximize=False,
-        )
-
-    def pace(self, steps: int, lr: float, mu: float) -> float:
-        raise _no_pace("Adam")
-
-
-@dataclass(frozen=True)
-class AdamW:
-    """torch.optim.AdamW: Adam with decoupled weight decay (Loshchilov and Hutter, ICLR 2019).
-
-    Every step first shrinks the weights by `lr * decay`. The decay does not enter the mean and the mean square of the
-    gradients. With decay 0 this is `Adam`.
-    """
+    """Adam, equal to torch.optim.Adam."""
 
     lr: float = 1e-3  # Learning rate
     beta1: float = 0.9  # Share of the mean gradient that a step keeps
     beta2: float = 0.999  # Share of the mean square gradient that a step keeps
     eps: float = 1e-8  # Added to the root of the mean square
-    decay: float = 0.01  # Weight decay, multiplied by the learning rate and the weights; 0: none
+    weight_decay: float = 0.0  # Weight decay, added to the gradient; 0: none
     clip: float = 0.0  # Bound on the norm of the whole gradient; 0: none
 
     ages: ClassVar[bool] = True
@@ -212,7 +169,7 @@ class AdamW:
             beta1="[0, 1)",
             beta2="[0, 1)",
             eps="(0, inf)",
-            decay="[0, inf)",
+            weight_decay="[0, inf)",
             clip="[0, inf)",
         )
 
@@ -223,11 +180,34 @@ class AdamW:
     def update(
         self, weights: State, slots: OptimiserState, grads: State, lr: float | Tensor, step: int
     ) -> tuple[State, OptimiserState]:
-        assert not isinstance(lr, Tensor), "a learning rate on the device is for `update_`"
-        if self.decay:
-            decayed = torch._foreach_mul([weights[n] for n in grads], 1 - lr * self.decay)
-            weights = dict(zip(grads, decayed, strict=True))
-        return _adam_step(self, weights, slots, grads, lr, step)
+        names = list(grads)
+        values, change = self._decayed([weights[n] for n in names], [grads[n] for n in names], lr)
+        means = torch._foreach_lerp([slots["mean"][n] for n in names], change, 1 - self.beta1)
+        squares = list(torch._foreach_mul([slots["square"][n] for n in names], self.beta2))
+        torch._foreach_addcmul_(squares, change, change, 1 - self.beta2)
+        bias1, bias2 = 1 - self.beta1 ** (step + 1), 1 - self.beta2 ** (step + 1)
+        scale = list(torch._foreach_sqrt(squares))
+        torch._foreach_div_(scale, math.sqrt(bias2))
+        torch._foreach_add_(scale, self.eps)
+        if isinstance(lr, Tensor):
+            moved = torch._foreach_add(
+                values, torch._foreach_div(_scaled(means, -lr / bias1), scale)
+            )
+        else:
+            moved = torch._foreach_addcdiv(values, means, scale, -lr / bias1)
+        new_slots = {
+            "mean": dict(zip(names, means, strict=True)),
+            "square": dict(zip(names, squares, strict=True)),
+        }
+        return dict(zip(names, moved, strict=True)), new_slots
+
+    def _decayed(
+        self, values: list[Tensor], change: list[Tensor], lr: float | Tensor
+    ) -> tuple[Tensors, Tensors]:
+        """Return weights and gradients after weight decay, before the rest of the step."""
+        if not self.weight_decay:
+            return values, change
+        return values, torch._foreach_add(change, values, alpha=self.weight_decay)
 
     def update_(
         self,
@@ -237,7 +217,7 @@ class AdamW:
         lr: Tensor,
         step: Tensor,
     ) -> None:
-        torch._fused_adamw_(
+        self._fused(
             weights,
             grads,
             slots["mean"],
@@ -247,53 +227,58 @@ class AdamW:
             lr=lr,
             beta1=self.beta1,
             beta2=self.beta2,
-            weight_decay=self.decay,
+            weight_decay=self.weight_decay,
             eps=self.eps,
             amsgrad=False,
             maximize=False,
         )
 
-    def pace(self, steps: int, lr: float, mu: float) -> float:
-        raise _no_pace("AdamW")
+    @property
+    def _fused(self) -> Callable[..., object]:
+        return torch._fused_adam_
+
+    def effective_steps(self, factors: Sequence[float], lr: float, mu: float) -> float:
+        raise ConfigError(
+            f"FedNova was asked to normalize steps of {type(self).__name__}; its effective step "
+            "count is defined for "
+            "SGD. Use SGD locally, or another method."
+        )
 
 
-def _adam_step(
-    optimizer: Adam | AdamW,
-    weights: State,
-    slots: OptimiserState,
-    grads: State,
-    lr: float,
-    step: int,
-) -> tuple[State, OptimiserState]:
-    """Return weights and slots after Adam's step with bias correction, without weight decay.
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """torch.optim.AdamW: Adam with decoupled weight decay (Loshchilov and Hutter, ICLR 2019).
+
+    Every step first shrinks the weights by `lr * weight_decay`. The decay does not enter the mean
+    and the mean square of the gradients. With `weight_decay` 0 this is `Adam`.
+    """
+
+    # Weight decay, multiplied by the learning rate and the weights; 0: none
+    weight_decay: float = 0.01
+
+    def _decayed(
+        self, values: list[Tensor], change: list[Tensor], lr: float | Tensor
+    ) -> tuple[Tensors, Tensors]:
+        if not self.weight_decay:
+            return values, change
+        return _scaled(values, 1 - lr * self.weight_decay), change
+
+    @property
+    def _fused(self) -> Callable[..., object]:
+        return torch._fused_adamw_
+
+
+def _scaled(values: Tensors, factor: float | Tensor) -> tuple[Tensor, ...]:
+    """Multiply tensors by one number, or by one number per client.
 
     Args:
-        optimizer: Provides beta1, beta2 and eps.
-        weights: Weights before the step, by name. Names that `grads` lacks are left out.
-        slots: Mean and mean square of the gradients, by name.
-        grads: Gradients by name.
-        lr: Learning rate of this step.
-        step: Number of steps before this one.
+        values: Tensors. If `factor` has one number per client, clients are in dimension 0.
+        factor: Number for all tensors, () or (client,).
     """
-    names = list(grads)
-    change, values = [grads[n] for n in names], [weights[n] for n in names]
-    means = torch._foreach_lerp([slots["mean"][n] for n in names], change, 1 - optimizer.beta1)
-    squares = list(torch._foreach_mul([slots["square"][n] for n in names], optimizer.beta2))
-    torch._foreach_addcmul_(squares, change, change, 1 - optimizer.beta2)
-    bias1, bias2 = 1 - optimizer.beta1 ** (step + 1), 1 - optimizer.beta2 ** (step + 1)
-    scale = list(torch._foreach_sqrt(squares))
-    torch._foreach_div_(scale, math.sqrt(bias2))
-    torch._foreach_add_(scale, optimizer.eps)
-    moved = torch._foreach_addcdiv(values, means, scale, -lr / bias1)
-    new_slots = {
-        "mean": dict(zip(names, means, strict=True)),
-        "square": dict(zip(names, squares, strict=True)),
-    }
-    return dict(zip(names, moved, strict=True)), new_slots
-
-
-def _no_pace(name: str) -> ConfigError:
-    return ConfigError(
-        f"FedNova was asked to normalise steps of {name}; its effective step count is defined for SGD. "
-        "Use SGD locally, or another method."
+    if not isinstance(factor, Tensor):  # torch has separate overloads.
+        return torch._foreach_mul(values, factor)
+    if not factor.dim():
+        return torch._foreach_mul(values, factor)
+    return torch._foreach_mul(
+        values, [factor.view(-1, *[1] * (value.dim() - 1)) for value in values]
     )

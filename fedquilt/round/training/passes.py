@@ -1,4 +1,4 @@
-"""Passes that are not steps: what a client computes over samples before or after its training."""
+"""Passes of a client over samples before or after its training, without optimizer steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad
 
 from fedquilt.family.net import Pass
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import Objective, Passes, TaskLoss, View
 from fedquilt.round.training.optimizers import State
 from fedquilt.terms import Weights
@@ -29,7 +29,7 @@ class ClientPass(ABC):
     `MethodState.finish` as `Trained.passes[name]`. Subclasses are frozen dataclasses.
     """
 
-    name: str  # Name of the result. Passes of one learner have unequal names.
+    name: str  # Name of the result. Passes of one learner have different names.
 
     @property
     def public(self) -> bool:
@@ -41,17 +41,17 @@ class ClientPass(ABC):
         """Return the number of public samples that are drawn for each round; 0: all."""
         return 0
 
-    def batch_size(self, local: Local) -> int:
+    def batch_size(self, local: LocalTraining) -> int:
         """Return the number of samples that run at once. By default it is that of training."""
         return local.batch_size
 
-    def mode(self, local: Local) -> Pass:
+    def mode(self, local: LocalTraining) -> Pass:
         """Return how nets run. By default they run as in a training step."""
         return local.norm.training_pass(local.scaler)
 
     @abstractmethod
     def __call__(self, view: View) -> State:
-        """Return the named tensors of one batch. The function must be pure, because it may be vmapped."""
+        """Return the named tensors of one batch. It must be pure, because it may be vmapped."""
 
     @abstractmethod
     def passes(self, member: Member) -> tuple[Passes, ...]:
@@ -75,7 +75,7 @@ class ClientPass(ABC):
 
     def macs(self, member: Member) -> int:
         """Return the multiply-adds for one sample."""
-        return sum(one.macs for one in self.passes(member))
+        return sum(net_passes.macs for net_passes in self.passes(member))
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class GradientPass(ClientPass):
                 replace(view, weights={**view.weights, **weights}, known={}, seen={})
             )
 
-        found: State = grad(loss_of)(moving)
-        return found
+        gradients: State = grad(loss_of)(moving)
+        return gradients
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,10 @@ class LossPass(ClientPass):
     objective: Objective = TaskLoss()  # Objective that is evaluated
 
     def passes(self, member: Member) -> tuple[Passes, ...]:
-        # Nothing goes back to the weights. What an attack needs to find its samples stays.
-        return tuple(replace(one, backward=0) for one in self.objective.passes(member))
+        # No gradient of weights is needed. Passes of an attack on the samples are still counted.
+        return tuple(
+            replace(net_passes, backward=0) for net_passes in self.objective.passes(member)
+        )
 
     def __call__(self, view: View) -> State:
         return {"loss": self.objective(view)}
@@ -130,14 +132,14 @@ class LogitsPass(ClientPass):
     def draw(self) -> int:
         return self.samples
 
-    def batch_size(self, local: Local) -> int:
+    def batch_size(self, local: LocalTraining) -> int:
         return self.size or local.batch_size
 
     @property
     def public(self) -> bool:
         return True
 
-    def mode(self, local: Local) -> Pass:
+    def mode(self, local: LocalTraining) -> Pass:
         return Pass(train=False, statistics="stored" if local.norm.tracks else "batch")
 
     def passes(self, member: Member) -> tuple[Passes, ...]:
@@ -159,7 +161,7 @@ class StatisticsPass(ClientPass):
 
     name: str = "statistics"
 
-    def mode(self, local: Local) -> Pass:
+    def mode(self, local: LocalTraining) -> Pass:
         return Pass(statistics="measure")
 
     def passes(self, member: Member) -> tuple[Passes, ...]:

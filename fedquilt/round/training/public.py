@@ -1,4 +1,4 @@
-"""Which public samples a round is about, and a teacher's rows for them."""
+"""Public samples of a round, and a teacher's rows for them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from fedquilt import noise
 from fedquilt.terms import Extras
 
 _DRAW = 51  # Random stream of the public samples of a round.
-POSITIONS = "/positions"  # Ending of the extra with the positions of the public samples that rows are about.
+# Ending of the extra with the positions of the public samples that rows are about.
+POSITIONS = "/positions"
 ROUND = "/round"  # Ending of the extra with the round whose draw the rows are about.
 
 
 def num_drawn(draw: int, num_public: int) -> int:
-    """Return how many public samples are drawn for a round: `draw`, or all if there are no more or it is 0."""
+    """Return how many public samples are drawn for a round.
+
+    Args:
+        draw: Number of samples to draw. 0, or a number that is too large: all samples.
+        num_public: Number of public samples.
+    """
     return draw if 0 < draw < num_public else num_public
 
 
@@ -25,7 +31,7 @@ def drawn_positions(seed: int, round: int, draw: int, num_public: int) -> Tensor
 
     Args:
         seed: Seed of the run.
-        round: Round, from 0.
+        round: Round, counted from 0.
         draw: Number of samples. 0: all.
         num_public: Number of public samples.
     """
@@ -50,12 +56,13 @@ class PublicRows:
 def public_rows(name: str, extras: Extras, seed: int, like: Tensor) -> PublicRows:
     """Return the rows in an extra, by the position of the public sample.
 
-    An extra beside it says which samples they are about: `NAME/positions` has their positions, or `NAME/round` the
-    round that they were drawn for. Without either they are about all samples.
+    Another extra says which samples the rows belong to. `NAME/positions` has their positions, or
+    `NAME/round` has the round that they were drawn for. Without either there is one row for every
+    public sample.
 
     Args:
         name: Name of the extra.
-        extras: Extras that were received or are remembered. If the rows are not among them, there are none.
+        extras: Extras that were received or remembered. If they lack the rows, the result is empty.
         seed: Seed of the run.
         like: (public sample, …) Zeros in the shape of the table.
     """

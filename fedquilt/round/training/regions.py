@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class Region(Protocol):
-    """Which positions of a member a phase may change. `mask` is True (all), False (none) or a boolean tensor."""
+    """Contract of a region: the positions of a member that a phase may change.
+
+    `mask` returns True (all positions of a weight), False (none), or a boolean tensor.
+    """
 
     def __hash__(self) -> int: ...
 
@@ -25,16 +28,18 @@ class Region(Protocol):
 
 @dataclass(frozen=True)
 class Everywhere:
+    """All positions."""
+
     def mask(self, member: Member, name: str) -> Tensor | bool:
         return True
 
 
 @dataclass(frozen=True)
 class Between:
-    """Positions inside the sub-model of share `outer` and outside that of share `inner`; 0 leaves nothing out."""
+    """Positions inside the sub-model of share `outer` and outside that of share `inner`."""
 
-    inner: float = 0.0
-    outer: float = 1.0
+    inner: float = 0.0  # Share whose positions are left out. 0: none are left out.
+    outer: float = 1.0  # Share whose positions are included.
 
     def mask(self, member: Member, name: str) -> Tensor | bool:
         outer = _inside(member, name, self.outer)
@@ -43,10 +48,10 @@ class Between:
 
 @dataclass(frozen=True)
 class Part:
-    """A named part of the model, such as `norm`, or everything but it."""
+    """A named part of the model, such as `norm`, or everything else."""
 
     name: str
-    other: bool = False
+    other: bool = False  # True: everything except the part.
 
     def mask(self, member: Member, name: str) -> Tensor | bool:
         return (name in member.parts[self.name]) != self.other
@@ -63,13 +68,20 @@ class WithinVariant:
 
 
 def _inside(member: Member, name: str, share: float) -> Tensor:
-    """Which elements of a member's weight the sub-model of a smaller share has."""
+    """Return a mask of the elements of a member's weight that a smaller share has."""
     cut = member.family.cutter.rows(name, member.nested(share).index, member.index)
     return inside(cut, member.shape(name))
 
 
-@lru_cache(maxsize=64)  # drawn phases have many, of the size of the net
+@lru_cache(maxsize=64)  # Drawn phases have many masks, each as large as the net.
 def masks_of(member: Member, moves: Region, device: torch.device) -> dict[str, Tensor | bool]:
+    """Return the mask of every trained weight on a device, by name.
+
+    Args:
+        member: The client's net.
+        moves: Region that may change.
+        device: Device of the masks.
+    """
     masks = {name: moves.mask(member, name) for name in member.trainable}
     return {
         name: mask.to(device) if isinstance(mask, Tensor) else mask for name, mask in masks.items()

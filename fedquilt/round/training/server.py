@@ -1,4 +1,4 @@
-"""Settings of a server that learns, and what it is taught in one round."""
+"""Settings of training on the server, and the students and targets of one round."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.checks import one_of, within
 from fedquilt.round.training.optimizers import SGD, Adam, AdamW
-from fedquilt.round.training.schedules import Cosine
+from fedquilt.round.training.schedules import Decay, WithinRound
 from fedquilt.terms import Server, Submodel
 
 if TYPE_CHECKING:
-    from fedquilt.methods.students import Students
+    from fedquilt.round.students import Students
 
 StopBy = Literal["agreement", "labels"]
-RoundSchedule = Literal["constant", "cosine"]
 MIN_PUBLIC = 4  # Public samples that a server needs: two to train on, and two that it holds back.
 TEACHER = "teacher"  # Extra that students receive: the teacher's rows.
 _SPLIT = 48  # Random stream that decides which public samples are held back.
@@ -28,27 +27,26 @@ _SPLIT = 48  # Random stream that decides which public samples are held back.
 class ServerTraining:
     """Settings with which the server trains its nets on public samples.
 
-    It stops early, and keeps the best weights it has seen, those before the first step included. A net
-    is compared with its teacher on public samples that it does not train on, because the server has no
-    labels.
+    Training stops early, and keeps the best weights. These may be the weights before the first
+    step. A net is compared with its teacher on public samples that are held back, because the
+    server has no labels.
     """
 
-    optimiser: SGD | Adam | AdamW = Adam(
-        lr=1e-3
-    )  # Optimizer of the server's nets; it starts anew in every round
+    # Optimizer of the server's nets. Its state is reset in every round
+    optimizer: SGD | Adam | AdamW = Adam(lr=1e-3)
     batch_size: int = 128  # Public samples in a step
-    steps: int = 100  # Most steps of a net in a round; 0: the server does not learn, and needs no public samples
+    # Most steps of a net in a round. 0: the server does not train, and needs no public samples
+    steps: int = 100
     check_every: int = 20  # Steps between two comparisons with the teacher
     patience: int = 2  # Comparisons without progress after which a net stops
-    held_back: float = (
-        0.1  # Share of the public samples on which nets are compared with the teacher
-    )
-    # What progress is. agreement: a smaller loss on held-back public samples. labels: a better score on samples of
-    # clients with their labels, which a real server does not have.
+    # Share of the public samples on which nets are compared with the teacher
+    held_back: float = 0.1
+    # Measure of progress. agreement: a smaller loss on held-back public samples. labels: a better
+    # score on samples of clients with their labels, which a real server does not have.
     stop_by: StopBy = "agreement"
-    # Learning rate within a round. constant: the optimizer's. cosine: it falls to 0 over `steps` on half a cosine, and
-    # is lowered at every comparison.
-    schedule: RoundSchedule = "constant"
+    # Learning rate within a round. constant: the optimizer's. cosine: it falls to 0 over `steps` on
+    # half a cosine. linear: it falls to 0 on a line. It is lowered at every comparison.
+    schedule: Decay = "constant"
 
     def __post_init__(self) -> None:
         within(
@@ -59,7 +57,7 @@ class ServerTraining:
             patience="[1, inf)",
             held_back="(0, 0.5]",
         )
-        one_of(self, stop_by=StopBy, schedule=RoundSchedule)
+        one_of(self, stop_by=StopBy, schedule=Decay)
 
     @property
     def steps_per_check(self) -> int:
@@ -67,22 +65,25 @@ class ServerTraining:
         return min(self.check_every, self.steps)
 
     def rate_factor(self, check: int) -> float:
-        """Return what the learning rate is multiplied by in the steps before a comparison.
+        """Return the factor of the learning rate in the steps before a comparison.
 
-        With a cosine it is (1 + cos(π·j / steps)) / 2, where j is the number of steps taken before the first of them.
+        It is the factor of a client's step (`WithinRound`), where j is the number of steps taken
+        before the first of them and K is `steps`.
 
         Args:
             check: Number of comparisons since the first step of the round, from 0.
         """
-        if self.schedule == "constant":
-            return 1.0
-        return Cosine(self.steps)(check * self.steps_per_check)
+        return WithinRound(shape=self.schedule)(check * self.steps_per_check, self.steps)
 
     def split(self, num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
         """Return the positions of public samples to train on, and of those that are held back.
 
-        The split is the same in every round of a run. Both parts have at least two samples, because norms need more
-        than one.
+        The split is the same in every round of a run. At least two samples are held back, because
+        norms need more than one.
+
+        Args:
+            num_samples: Number of public samples.
+            seed: Random seed of the run.
         """
         order = noise.order(noise.key(_SPLIT, seed), num_samples)
         count = max(2, round(num_samples * self.held_back))
@@ -91,12 +92,12 @@ class ServerTraining:
 
 @dataclass(frozen=True, eq=False)
 class Teaching:
-    """What the server learns in one round.
+    """Students, targets and settings of the server's training in one round.
 
     Args:
         students: Nets of the server's state that learn. Each has a scope of its own.
         teacher: (row, …) Rows that the objective sees as `View.taught`.
-        method: How students train, as clients that hold the public samples.
+        method: Method with which students train, as clients that hold the public samples.
         how: Number of steps, and when to stop.
         positions: (row,) Positions of the public samples that the rows are about. None: all.
     """

@@ -1,7 +1,8 @@
-"""State of a method on clients: what they receive, keep and send beside the weights.
+"""State of a method on clients: tensors that they receive, keep and send besides the weights.
 
-State is of two kinds. A *slot* has a tensor for every weight that travels both ways. It is cut, lost and coded with
-that weight. An *extra* is a named tensor of any shape, which arrives whole or not at all.
+There are two kinds of state. A *slot* has a tensor for every weight that clients both receive and
+send. It is cut, lost and coded like that weight. An *extra* is a named tensor of any shape, which
+arrives completely or not at all.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LINK_SLOTS = ("residual", "received")  # Slots that clients keep because of a li
 
 
 class Received(NamedTuple):
-    """Values that do not change while a client trains. It is a tuple so that vmap can look inside."""
+    """Values that do not change while a client trains, as a tuple that vmap can handle."""
 
     weights: State  # Weights that the round started from.
     # Slots of the method: those that were received, and the client's own.
@@ -37,11 +38,12 @@ class Trained:
     Args:
         received: Weights that it started from.
         weights: Weights after the last step, by the same names.
-        slots: Slots that it started from, the server's and its own. A position that neither was received nor is
-            remembered is zero.
+        slots: Slots that it started from, the server's and its own. A position that was neither
+            received nor remembered is zero.
         extras: Extras that it received or kept. One that never arrived is absent.
         steps: () Optimizer steps of this round.
-        lr: Learning rate of this round.
+        lr: () Mean learning rate of these steps, so that `steps * lr` is the sum of their learning
+            rates.
         passes: Results of the learner's passes, by the name of the pass.
     """
 
@@ -50,7 +52,7 @@ class Trained:
     slots: Slots
     extras: Extras
     steps: Tensor
-    lr: float
+    lr: Tensor
     passes: Mapping[str, Weights]
 
 
@@ -58,24 +60,25 @@ class Trained:
 class Left:
     """Slots and extras that a client keeps and sends after its training."""
 
-    kept: Slots = field(default_factory=dict)
-    sent: Slots = field(default_factory=dict)
-    kept_extras: Extras = field(default_factory=dict)
-    sent_extras: Extras = field(default_factory=dict)
+    kept: Slots = field(default_factory=dict)  # Slots that it keeps between rounds.
+    sent: Slots = field(default_factory=dict)  # Slots that it sends.
+    kept_extras: Extras = field(default_factory=dict)  # Extras that it keeps between rounds.
+    sent_extras: Extras = field(default_factory=dict)  # Extras that it sends.
 
     @property
     def tensors(self) -> list[Tensor]:
         """Return all of its tensors."""
-        whole = (*self.kept_extras.values(), *self.sent_extras.values())
-        return [*in_slots(self.kept), *in_slots(self.sent), *whole]
+        extras = (*self.kept_extras.values(), *self.sent_extras.values())
+        return [*in_slots(self.kept), *in_slots(self.sent), *extras]
 
 
 @dataclass(frozen=True)
 class MethodState:
-    """Names of the slots and extras that a method has on clients, and how they change. As it is, there are none.
+    """Names of the slots and extras that a method has on clients, and how they change.
 
-    A subclass gives other defaults to the fields and overrides `finish`. Names of slots that clients keep must differ
-    from those that they receive, because objectives see both in `View.slots`.
+    By default there are none. A subclass gives other defaults to the fields and overrides `finish`.
+    Names of slots that clients keep must differ from those that they receive, because objectives
+    see both in `View.slots`.
     """
 
     slots_down: tuple[str, ...] = ()  # Slots of the server that clients receive
@@ -84,29 +87,28 @@ class MethodState:
     extras_down: tuple[str, ...] = ()  # Extras of the server that clients receive
     extras_kept: tuple[str, ...] = ()  # Extras that clients keep between rounds
     extras_up: tuple[str, ...] = ()  # Extras that clients send
-    coded_extras: tuple[
-        str, ...
-    ] = ()  # Extras that a link with a codec codes; it sends the others as they are
+    coded_extras: tuple[str, ...] = ()  # Extras that a codec codes. Others are sent uncoded
 
     def __post_init__(self) -> None:
-        wrong = {}
+        problems = {}
         for kind in ("slots", "extras"):
-            down, kept = getattr(self, f"{kind}_down"), getattr(self, f"{kind}_kept")
-            if both := set(down) & set(kept):
-                wrong[f"{kind}_kept"] = (
-                    f"{sorted(both)} is among {kind}_down as well; a client cannot tell the server's from its own. "
+            down, kept_names = getattr(self, f"{kind}_down"), getattr(self, f"{kind}_kept")
+            if shared := set(down) & set(kept_names):
+                problems[f"{kind}_kept"] = (
+                    f"{sorted(shared)} is among {kind}_down as well; a client cannot tell the "
+                    "server's from its own. "
                     "Another name would work."
                 )
-        if taken := {*self.slots_down, *self.slots_kept} & set(LINK_SLOTS):
-            wrong["slots"] = (
-                f"{sorted(taken)} was asked for, which links have; another name would work."
+        if clash := {*self.slots_down, *self.slots_kept} & set(LINK_SLOTS):
+            problems["slots"] = (
+                f"{sorted(clash)} was asked for, which links have; another name would work."
             )
-        known = {*self.extras_down, *self.extras_up}
-        if unknown := set(self.coded_extras) - known:
-            wrong["coded_extras"] = (
-                f"{sorted(unknown)} does not travel; those that do are {sorted(known)}."
+        sent_names = {*self.extras_down, *self.extras_up}
+        if unknown := set(self.coded_extras) - sent_names:
+            problems["coded_extras"] = (
+                f"{sorted(unknown)} does not travel; those that do are {sorted(sent_names)}."
             )
-        refuse(self, wrong)
+        refuse(self, problems)
 
     def __bool__(self) -> bool:
         """Return True if the method has any state on clients."""
@@ -114,7 +116,7 @@ class MethodState:
 
     @cached_property
     def _is_used(self) -> bool:
-        return any(getattr(self, one.name) for one in fields(MethodState))
+        return any(getattr(self, setting.name) for setting in fields(MethodState))
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -122,9 +124,9 @@ class MethodState:
         return (*self.slots_down, *self.slots_kept)
 
     def finish(self, trained: Trained) -> Left:
-        """Return what a client keeps and sends. It is called once, after the last step.
+        """Return the state that a client keeps and sends. It is called once, after the last step.
 
-        The function must be pure, without branches on values, because an engine may run it for many clients at once
-        (`torch.func.vmap`).
+        The function must be pure, without branches on values, because an engine may run it for many
+        clients at once (`torch.func.vmap`).
         """
         return Left()

@@ -12,14 +12,14 @@ from torch.func import grad, vmap
 
 from fedquilt.family.net import Pass
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import Objective, View
 from fedquilt.round.training.optimizers import OptimiserState, State
 from fedquilt.round.training.passes import ClientPass
 from fedquilt.round.training.state import Received
 
 if TYPE_CHECKING:
-    from fedquilt.family.laid import LaidNet
+    from fedquilt.family.grouped import GroupedNet
     from fedquilt.family.member import Member
 
 
@@ -27,23 +27,29 @@ if TYPE_CHECKING:
 class Batch:
     """One batch of one client, or of a stack of clients with a leading dimension."""
 
-    inputs: Tensor
-    targets: Tensor
-    held: Tensor
-    key: Tensor
-    share: Tensor = field(
-        default_factory=lambda: torch.ones(())
-    )  # of the client's net, for the scaler
-    taught: Tensor | None = None
+    inputs: Tensor  # (sample, …).
+    targets: Tensor  # (sample, …).
+    held: Tensor  # (class,) True where the client has samples of the class.
+    key: Tensor  # () Random key of the step.
+    # () Share of the client's net, which the scaler divides by. 1 has no effect.
+    share: Tensor = field(default_factory=lambda: torch.ones(()))
+    taught: Tensor | None = None  # Logits or rows of a teacher. None: there is no teacher.
 
 
-def train_pass(local: Local) -> Pass:
+def train_pass(local: LocalTraining) -> Pass:
     """Return how nets run in training."""
     return local.norm.training_pass(local.scaler)
 
 
-def teach(member: Member, local: Local, state: State, batch: Batch) -> Tensor:
-    """The logits that a client's own net gives before a batch moves it. May be vmapped."""
+def teach(member: Member, local: LocalTraining, state: State, batch: Batch) -> Tensor:
+    """Return the logits of a client's net before a batch changes it. May be vmapped.
+
+    Args:
+        member: Net that gives the logits.
+        local: Settings of local training.
+        state: Weights of the client, by name.
+        batch: The batch.
+    """
     with torch.no_grad():
         logits, _ = member.net(state, batch.inputs, train_pass(local), batch.key, share=batch.share)
     return logits.movedim(member.class_dim, 1)
@@ -57,17 +63,26 @@ def gradient(
     received: Received,
     batch: Batch,
 ) -> tuple[State, tuple[Tensor, State]]:
-    """One client's gradient of one objective, with the loss and the norm statistics seen. May be vmapped."""
+    """Return a client's gradient of an objective, its loss, and norm statistics. May be vmapped.
+
+    Args:
+        learner: Settings of training, and the task.
+        member: The client's net.
+        objective: Objective to differentiate.
+        state: Weights of the client, by name.
+        received: Weights and slots that the client started from.
+        batch: The batch.
+    """
     mode = train_pass(learner.local)
     moving = {name: state[name] for name in member.trainable}
-    rest = {name: value for name, value in state.items() if name not in moving}
+    fixed = {name: value for name, value in state.items() if name not in moving}
 
     def loss_of(weights: State) -> tuple[Tensor, tuple[Tensor, State]]:
-        own = {**weights, **rest}
+        all_weights = {**weights, **fixed}
         sample = batch.inputs, batch.targets, batch.held
         view = View(
             member,
-            own,
+            all_weights,
             *sample,
             received.weights,
             mode,
@@ -92,7 +107,16 @@ def run_pass(
     received: Received,
     batch: Batch,
 ) -> State:
-    """Return what a pass gives for one batch of one client. May be vmapped."""
+    """Return the result of a pass for one batch of one client. May be vmapped.
+
+    Args:
+        learner: Settings of training, and the task.
+        member: The client's net.
+        one: The pass.
+        state: Weights of the client, by name.
+        received: Weights and slots that the client started from.
+        batch: The batch.
+    """
     sample = batch.inputs, batch.targets, batch.held
     view = View(
         member,
@@ -110,7 +134,12 @@ def run_pass(
 
 
 def clipped(grads: State, clip: float) -> State:
-    """Bound the norm of one client's whole gradient: torch.nn.utils.clip_grad_norm_, with its small constant."""
+    """Clip the norm of one client's whole gradient, as torch.nn.utils.clip_grad_norm_ does.
+
+    Args:
+        grads: Gradients by name.
+        clip: Largest norm. 0: gradients are not clipped.
+    """
     if not clip:
         return grads
     total = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
@@ -122,15 +151,25 @@ def laid_gradient(
     learner: Learner,
     member: Member,
     objective: Objective,
-    net: LaidNet,
+    net: GroupedNet,
     state: State,
     received: Received,
     batch: Batch,
 ) -> tuple[State, tuple[Tensor, State]]:
-    """Return what `vmap(gradient)` gives, with the clients' own nets run side by side instead of stacked."""
+    """Return the result of `vmap(gradient)`, with the clients' nets run as one grouped net.
+
+    Args:
+        learner: Settings of training, and the task.
+        member: The clients' net.
+        objective: Objective to differentiate.
+        net: Grouped net that runs all clients' nets side by side.
+        state: (client, …) Weights by name.
+        received: Weights and slots that the clients started from.
+        batch: Batches of all clients, with the clients in dimension 0.
+    """
     mode = train_pass(learner.local)
     moving = {name: state[name] for name in member.trainable}
-    rest = {name: value for name, value in state.items() if name not in moving}
+    fixed = {name: value for name, value in state.items() if name not in moving}
 
     def one(
         weights: State,
@@ -161,11 +200,11 @@ def laid_gradient(
         logits = None
         if member in objective.nets(member):
             shares = batch.share if mode.scaler else None
-            logits = net({**weights, **rest}, batch.inputs, member.class_dim, shares)
+            logits = net({**weights, **fixed}, batch.inputs, member.class_dim, shares)
         own = (batch.inputs, batch.targets, batch.held, batch.key, batch.share)
         dims = (0, 0, 0, None if batch.taught is None else 0, None if logits is None else 0)
-        losses = vmap(one, dims)({**weights, **rest}, received, own, batch.taught, logits)
-        return losses.sum(), losses.detach()  # a client's weights enter its own loss alone
+        losses = vmap(one, dims)({**weights, **fixed}, received, own, batch.taught, logits)
+        return losses.sum(), losses.detach()  # A client's weights only affect its own loss.
 
     grads, losses = grad(loss_of, has_aux=True)(moving)
     return grads, (losses, {})
@@ -179,10 +218,22 @@ def move(
     grads: State,
     masks: Mapping[str, Tensor | bool],
     step: int,
+    rate: float | Tensor | None = None,
 ) -> tuple[State, OptimiserState]:
-    """Apply one phase's gradient where the phase may move; elsewhere weights *and slots* stay, bit for bit.
+    """Apply the gradient of a phase at the positions that the phase may change.
 
-    Masking gradients would not do: momentum and weight decay move a weight whose gradient is zero.
+    At other positions, weights *and slots* keep their exact values. It would not be enough to mask
+    gradients, because momentum and weight decay change a weight whose gradient is zero.
+
+    Args:
+        learner: Provides the optimizer.
+        phase: Phase that says how other positions are frozen.
+        state: Weights by name. Those of a stack have the clients in dimension 0.
+        slots: Slots of the optimizer.
+        grads: Gradients by name.
+        masks: Masks of the positions that may change, by name.
+        step: Number of optimizer steps before this one.
+        rate: Learning rate of this batch, or (client,) those of a stack. None: that of the round.
     """
     if phase.freeze == "gradient":
         grads = {name: g if masks[name] is True else g * masks[name] for name, g in grads.items()}
@@ -190,7 +241,8 @@ def move(
     free = {name: g for name, g in grads.items() if masks[name] is not False}
     if not free:
         return state, slots
-    moved, new_slots = learner.local.optimiser.update(state, slots, free, learner.lr, step)
+    lr = learner.lr if rate is None else rate
+    moved, new_slots = learner.local.optimizer.update(state, slots, free, lr, step)
     for name in free:
         mask = masks[name]
         if isinstance(mask, Tensor):

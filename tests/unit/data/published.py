@@ -55,11 +55,13 @@ def idx_gz(array: np.ndarray) -> bytes:
     return gzip.compress(head + plain)
 
 
-# --- data sets --------------------------------------------------------------------------------------------------
+# --- data sets ----------------------------------------------------------------------------------
 
 
 def cifar10_members() -> dict[str, bytes]:
-    """Return five training batches of two images, a test batch of three, and the other members there are."""
+    """Return five training batches of two images, a test batch of three, and the other members
+    there are.
+    """
     folder = "cifar-10-batches-bin"
     members = {
         f"{folder}/batches.meta.txt": ("\n".join(CLASSES) + "\n\n").encode(),
@@ -124,7 +126,9 @@ def svhn_images(split: str) -> np.ndarray:
 
 
 def usps_file(split: str) -> bytes:
-    """Return a text in which every image is of one grey: bytes of 20 times the digit, on a scale from −1 to 1."""
+    """Return a text in which every image is of one grey: bytes of 20 times the digit, on a scale
+    from −1 to 1.
+    """
     lines = []
     for digit in digits_of(split).tolist():
         grey = 20 * digit / 127.5 - 1
@@ -170,7 +174,7 @@ def published_files() -> dict[str, bytes]:
     return files
 
 
-# --- a server ---------------------------------------------------------------------------------------------------
+# --- a server -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -180,13 +184,14 @@ class Host:
     files: dict[str, bytes]
     url: str = ""
     requests: list[str] = field(default_factory=list)
-    announced: dict[str, int] = field(
-        default_factory=dict
-    )  # Sizes that are announced and are not true.
+    # Sizes that are announced and are not true.
+    announced: dict[str, int] = field(default_factory=dict)
     redirected: dict[str, str] = field(default_factory=dict)
 
     def publish(self, monkeypatch: pytest.MonkeyPatch, name: str, **changed: object) -> DataSet:
-        """Let a data set know the sums of the files here, as if they were published, with some values changed."""
+        """Let a data set know the sums of the files here, as if they were published, with some
+        values changed.
+        """
         data_set = DATA_SETS[name]
         files = []
         for one in data_set.files:

@@ -45,7 +45,7 @@ def of(train=(X, Y), test=(X, Y), parts=PARTS, test_parts=None) -> fq.FederatedD
     return fq.FederatedData.of(train, test, parts, test_parts)
 
 
-# --- parts ------------------------------------------------------------------------------------------------------
+# --- parts --------------------------------------------------------------------------------------
 
 
 @settings(max_examples=50, deadline=None)
@@ -99,7 +99,7 @@ def test_thinning_draws_at_random():
     assert draws[0][0] != list(range(10))
 
 
-# --- what is taken, what is refused -----------------------------------------------------------------------------
+# --- what is taken, what is refused -------------------------------------------------------------
 
 
 def test_arrays_and_lists_become_tensors():
@@ -121,7 +121,7 @@ def test_data_is_told_in_a_line():
     dealt = (
         "FederatedData(small: 6 training and 6 test samples of (4,), 3 classes; dealt to 2 clients)"
     )
-    assert str(pool.deal(2)) == repr(pool.deal(2)) == dealt
+    assert str(pool.partition(2)) == repr(pool.partition(2)) == dealt
     homes = {"domains": Y, "test_domains": Y}
     assert "3 classes, 3 domains)" in repr(Pool.of((X, Y), (X, Y), **homes))
     assert "3 classes, domains a, b, c)" in repr(
@@ -137,14 +137,14 @@ def test_real_numbers_and_labels_are_targets_too():
     assert repr(real) == "Pool(real: 6 training and 6 test samples of (4,), real targets of (2,))"
     assert real.to(CPU, torch.float64).test_targets.dtype == torch.float64
     one = Pool.of((X, numbers[:, 0]), (X, numbers[:, 0]))
-    assert (one.num_outputs, one.deal(2).flaw(0)) == (1, "")
+    assert (one.num_outputs, one.partition(2).flaw(0)) == (1, "")
     assert "a real target each" in repr(one)
 
     labels = Pool.of((X, numbers > 0), (X, numbers > 0), public=X)
     assert (labels.targets.dtype, labels.num_classes, labels.num_outputs) == (torch.bool, 0, 2)
     assert "2 labels" in repr(labels)
     assert labels.to(CPU, torch.float64).targets.dtype == torch.bool
-    assert labels.deal(2).flaw(1) == ""
+    assert labels.partition(2).flaw(1) == ""
     classes = Pool.of((X, Y > 0), (X, Y > 0))  # one of two classes each, not a row of labels
     assert (classes.num_classes, classes.targets.dtype) == (2, torch.int64)
     assert Pool.of((X, Y), (X, Y)).num_outputs == 3
@@ -154,15 +154,17 @@ def test_a_column_of_classes_is_one_class_for_each_sample():
     pool = Pool.of((X, Y[:, None]), (X, Y[:, None].numpy()))
     assert torch.equal(pool.targets, Y)
     assert torch.equal(pool.test_targets, Y)
+    # one column of a regression
     assert Pool.of((X, Y[:, None] / 2), (X, Y[:, None] / 2)).targets.shape == (
         6,
         1,
-    )  # one column of a regression
+    )
     tokens = Y[:, None]
+    # sequences of one token
     assert Pool.of((tokens, tokens), (tokens, tokens)).targets.shape == (
         6,
         1,
-    )  # sequences of one token
+    )
 
 
 @pytest.mark.parametrize("kind", [np.array, list, lambda names: np.array(names, object)])
@@ -172,9 +174,8 @@ def test_classes_may_have_names_and_are_numbered_in_sorted_order(kind):
     assert pool.targets.tolist() == [1, 0, 2, 1, 0, 2]
     assert pool.test_targets.tolist() == [2, 0, 1, 2, 0, 1]
     assert (pool.class_names, pool.num_classes) == (("cat", "dog", "emu"), 3)
-    assert (
-        Pool.of((X, kind(names)), (X[:1], kind(["fox"]))).num_classes == 4
-    )  # a class of the test set alone
+    # a class of the test set alone
+    assert Pool.of((X, kind(names)), (X[:1], kind(["fox"]))).num_classes == 4
 
     ordered = Pool.of((X, kind(names)), (X, kind(names)), class_names=("emu", "dog", "cat"))
     assert ordered.targets.tolist() == [1, 2, 0, 1, 2, 0]
@@ -192,7 +193,7 @@ def test_datasets_of_torch_are_read_once_into_arrays():
 
 
 def test_what_has_no_classes_is_not_asked_for_them():
-    real = Pool.of((X, Y / 2), (X, Y / 2), name="real").deal(2)
+    real = Pool.of((X, Y / 2), (X, Y / 2), name="real").partition(2)
     with pytest.raises(
         DataError, match=r"which classes client 1 holds; it has a real target each.*need one class"
     ):
@@ -338,7 +339,7 @@ def test_ids_may_be_of_any_whole_kind():
         ({"parts": None}, "parts are a NoneType; a list of positions a client is wanted"),
         (
             {"parts": np.arange(6) % 2},
-            r"the part of client 0 is 0; .* Pool\.of\(train, test, clients=owners\)\.deal",
+            r"the part of client 0 is 0; .* Pool\.of\(train, test, clients=owners\)\.partition",
         ),
         ({"parts": torch.arange(6) % 2}, "the part of client 0 is 0; a list of positions a client"),
         (
@@ -352,7 +353,7 @@ def test_ids_may_be_of_any_whole_kind():
         ),
         (
             {"test": None},
-            r"parts were given and no test set\. .*Pool\.of\(train, clients=owners\)\.deal",
+            r"parts were given and no test set\. .*Pool\.of\(train, clients=owners\)\.partition",
         ),
     ],
 )
@@ -383,7 +384,7 @@ def test_what_goes_along_is_checked_too(wrong, message):
         Pool.of((X, Y), (X, Y), **wrong)
 
 
-# --- without a test part ----------------------------------------------------------------------------------------
+# --- without a test part ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -427,7 +428,7 @@ def test_every_client_gives_a_fifth():
     assert torch.bincount(pool.test_clients).tolist() == [2, 0, 1]
     assert torch.bincount(pool.clients).tolist() == [8, 4, 4]
     assert torch.equal(clients[pool.targets], pool.clients)  # targets are the positions they had
-    data = pool.deal(partition=Natural())
+    data = pool.partition(partition=Natural())
     assert [len(part) for part in data.test_parts] == [2, 0, 1]
 
 
@@ -436,7 +437,7 @@ def test_too_little_to_hold_out_is_refused():
         Pool.of((X[:4], Y[:4]))
 
 
-# --- what models see --------------------------------------------------------------------------------------------
+# --- what models see ----------------------------------------------------------------------------
 
 
 def bytes_pool(**options) -> Pool:
@@ -445,7 +446,7 @@ def bytes_pool(**options) -> Pool:
 
 
 def test_bytes_stay_bytes_and_are_seen_as_numbers_of_the_dtype_asked_for():
-    pool = bytes_pool(normalise="none")
+    pool = bytes_pool(normalize="none")
     moved = pool.to(CPU, torch.float64)
     assert moved.inputs.dtype == torch.uint8
     rows = torch.tensor([[1, 2], [3, 0]])
@@ -473,7 +474,7 @@ def test_channels_are_normalised_by_their_mean_and_deviation():
 
 def test_channels_are_normalised_by_given_numbers_in_units_of_white():
     seen = bytes_pool(mean=(0.5, 0.0, 0.1), std=(0.5,)).example
-    raw = bytes_pool(normalise="none").example
+    raw = bytes_pool(normalize="none").example
     torch.testing.assert_close(seen, (raw - torch.tensor([0.5, 0, 0.1]).reshape(3, 1, 1)) / 0.5)
 
 
@@ -501,21 +502,21 @@ def test_impossible_normalisations_are_refused(options, message):
 
 
 def test_tokens_are_not_normalised():
-    with pytest.raises(ConfigError, match=r"normalise was asked for inputs of torch\.int64"):
+    with pytest.raises(ConfigError, match=r"normalize was asked for inputs of torch\.int64"):
         Scale.of(torch.zeros(2, 3, dtype=torch.int64), "channel")
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_engines_train_on_bytes_as_on_the_numbers_they_stand_for(residual, play, engine):
     generator = torch.Generator().manual_seed(3)
     pictures = torch.randint(256, (40, 1, 6, 6), generator=generator, dtype=torch.uint8)
     targets = torch.randint(4, (40,), generator=generator)
     # "post" norms run calibration, crops and flips the augmentation
-    local = fq.Local(norm="post", crop=1, flip=True, batch_size=4)
+    local = fq.LocalTraining(norm="post", crop=1, flip=True, batch_size=4)
     scale = Scale.of(pictures)
-    bytes_ = Pool.of((pictures, targets), (pictures, targets), scale=scale).deal(3)
+    bytes_ = Pool.of((pictures, targets), (pictures, targets), scale=scale).partition(3)
     seen = scale.to(CPU, torch.float64)(pictures)
-    numbers = Pool.of((seen, targets), (seen, targets)).deal(3)
+    numbers = Pool.of((seen, targets), (seen, targets)).partition(3)
     runs = [
         play(fq.methods.HeteroFL(local=local), residual, data, (1.0, 0.5), engine)
         for data in (bytes_, numbers)
@@ -526,7 +527,7 @@ def test_engines_train_on_bytes_as_on_the_numbers_they_stand_for(residual, play,
     assert runs[0].accuracy == runs[1].accuracy
 
 
-# --- public data ------------------------------------------------------------------------------------------------
+# --- public data --------------------------------------------------------------------------------
 
 
 def test_public_samples_are_taken_from_the_clients():
@@ -538,15 +539,15 @@ def test_public_samples_are_taken_from_the_clients():
     assert sorted(shared.public[:, 0].tolist() + shared.inputs[:, 0].tolist()) == list(range(20))
     assert torch.equal(shared.inputs[:, 0].long(), shared.targets)
     assert torch.equal(shared.clients, shared.targets)
-    assert shared.deal(4).to(CPU, torch.float64).public.dtype == torch.float64
+    assert shared.partition(4).to(CPU, torch.float64).public.dtype == torch.float64
     assert pool.with_public(0.0) is pool
     with pytest.raises(ConfigError, match=r"public = 1\.0 was asked for"):
         pool.with_public(1.0)
 
 
 def test_dealt_data_can_be_dealt_again():
-    data = Pool.of((X, Y), (X, Y)).deal(2)
-    again = data.deal(3, Labels(1))
+    data = Pool.of((X, Y), (X, Y)).partition(2)
+    again = data.partition(3, Labels(1))
     assert (data.num_clients, again.num_clients) == (2, 3)
     assert torch.equal(again.inputs, data.inputs)
 
@@ -556,7 +557,7 @@ def test_clients_are_called_by_names_of_any_kind(kind):
     owners = np.array(list("abab"), dtype=kind)
     data = fq.data.Pool.of(
         (np.zeros((4, 2), np.float32), np.arange(4) % 2), TEST, clients=owners
-    ).deal()
+    ).partition()
     assert [part.tolist() for part in data.parts] == [[0, 2], [1, 3]]
 
 

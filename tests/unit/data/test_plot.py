@@ -7,7 +7,7 @@ import torch
 
 from fedquilt.data import FederatedData, Pool, digits
 from fedquilt.data.plot import blocks, counts, figure
-from fedquilt.data.words import Texts, predict_words
+from fedquilt.data.sources.text import Texts, predict_words
 from fedquilt.errors import ConfigError, DataError
 
 
@@ -30,7 +30,9 @@ def test_counts_are_those_of_each_client():
 
 
 def test_blocks_are_as_tall_as_shares():
-    """Client 0 has two thirds and one third, client 1 everything in one class: 6, 3 and 8 eighths, rounded up."""
+    """Client 0 has two thirds and one third, client 1 everything in one class: 6, 3 and 8 eighths,
+    rounded up.
+    """
     lines = blocks(small()).splitlines()
     assert lines[0] == "few: 2 clients, 7 samples, 3 classes (0, 1, 2)"
     assert lines[1] == "0  3  ▆▃   " + "█" * 18
@@ -39,14 +41,14 @@ def test_blocks_are_as_tall_as_shares():
 
 
 def test_many_clients_are_summed_up():
-    drawn = blocks(digits().deal(300), clients=5).splitlines()
+    drawn = blocks(digits().partition(300), clients=5).splitlines()
     assert len(drawn) == 7
     assert drawn[-1] == "… and 295 more; samples a client: 4 to 5, median 5"
 
 
 def test_many_classes_are_joined_and_padding_is_not_drawn():
     texts = Texts([" ".join(f"w{n}" for n in range(200))], None)
-    data = predict_words(texts, texts, "words", length=400).deal(1)
+    data = predict_words(texts, texts, "words", length=400).partition(1)
     assert int(counts(data).sum()) == 201  # the words and <eos>, not the padding
     assert "204 classes, 4 a column" in blocks(data)
 
@@ -64,7 +66,7 @@ def test_figures_are_written_and_the_same_again(tmp_path, suffix):
 
 def test_many_groups_become_a_heat_map(tmp_path):
     x = torch.zeros(60, 1)
-    data = Pool.of((x, torch.arange(60) % 30), (x, torch.arange(60) % 30)).deal(4)
+    data = Pool.of((x, torch.arange(60) % 30), (x, torch.arange(60) % 30)).partition(4)
     assert "share of the client" in figure(data, tmp_path / "a.svg").read_text()
 
 
@@ -74,7 +76,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
     ):
         figure(small(), tmp_path / "a.gif")
     with pytest.raises(DataError, match="digits does not say where its samples come from"):
-        blocks(digits().deal(2), "domain")
+        blocks(digits().partition(2), "domain")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         figure(small(), tmp_path / "file" / "a.png")

@@ -1,4 +1,6 @@
-"""Preparing data sets: small files of the published layouts on a local server become the right arrays."""
+"""Preparing data sets: small files of the published layouts on a local server become the right
+arrays.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def loaded(path: Path) -> dict[str, np.ndarray]:
         return dict(file)
 
 
-# --- the right arrays -------------------------------------------------------------------------------------------
+# --- the right arrays ---------------------------------------------------------------------------
 
 
 def test_cifar10_from_its_binary_batches(host, tmp_path, monkeypatch):
@@ -74,7 +76,7 @@ def test_mnist_with_its_writers(host, tmp_path, monkeypatch):
         assert np.array_equal(arrays[f"x_{split}"], pixels(count, count, 28, 28))
         assert np.array_equal(arrays[f"y_{split}"], digits_of(split))
         assert np.array_equal(arrays[f"client_{split}"], 2100 + np.arange(count) // 4)
-    assert npz(str(tmp_path / "mnist_writers.npz")).deal(partition=Natural()).num_clients == 8
+    assert npz(str(tmp_path / "mnist_writers.npz")).partition(partition=Natural()).num_clients == 8
 
 
 def test_digits5_is_balanced_in_every_domain(host, tmp_path, monkeypatch):
@@ -87,7 +89,7 @@ def test_digits5_is_balanced_in_every_domain(host, tmp_path, monkeypatch):
         assert (images.shape, images.dtype) == ((5 * count, 28, 28, 3), np.uint8)
         for home in range(5):
             assert np.bincount(digits[homes == home]).tolist() == [count // 10] * 10
-    data = npz(str(tmp_path / "digits5.npz"), domains=("usps", "mnistm")).deal(2, Domains())
+    data = npz(str(tmp_path / "digits5.npz"), domains=("usps", "mnistm")).partition(2, Domains())
     assert data.domain_names == ("usps", "mnistm")
 
 
@@ -128,7 +130,7 @@ def test_another_seed_chooses_other_images(host, tmp_path, monkeypatch):
     assert sums[0] == sums[1] != sums[2]
 
 
-# --- downloads --------------------------------------------------------------------------------------------------
+# --- downloads ----------------------------------------------------------------------------------
 
 
 def test_a_second_call_downloads_nothing(host, tmp_path, monkeypatch):
@@ -331,7 +333,7 @@ def test_other_protocols_are_refused(tmp_path):
         Downloads(tmp_path, "ftp://127.0.0.1").fetch(Published("one", (), 10, 10))
 
 
-# --- files that are not laid out as published -------------------------------------------------------------------
+# --- files that are not laid out as published ---------------------------------------------------
 
 FOLDER = "cifar-10-batches-bin"
 
@@ -410,13 +412,14 @@ def test_archives_that_are_not_as_published(archive, said, host, tmp_path, monke
         (gzip.compress(pixels(0, 30, 28, 28).tobytes())[:-9], "is damaged"),
         (published.idx_gz(pixels(0, 4, 28, 28)), "30 labels"),
     ],
+    # The bytes have the time of their compression in them.
     ids=[
         "dimensions",
         "shape",
         "large",
         "cut",
         "count",
-    ],  # The bytes have the time of their compression in them.
+    ],
 )
 def test_idx_files_that_are_not_as_published(data, said, host, tmp_path, monkeypatch):
     host.files["train-images-idx3-ubyte.gz"] = data
@@ -506,7 +509,7 @@ def test_images_that_are_not_as_published(png, said, host, tmp_path, monkeypatch
         prepare(["digits5"], tmp_path, recipe=SMALL)
 
 
-# --- what is asked for ------------------------------------------------------------------------------------------
+# --- what is asked for --------------------------------------------------------------------------
 
 
 def test_what_cannot_be_asked_for(tmp_path):

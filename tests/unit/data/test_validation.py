@@ -28,7 +28,7 @@ def lists(parts: Parts) -> list[list[int]]:
     return [part.tolist() for part in parts]
 
 
-# --- who holds back what ----------------------------------------------------------------------------------------
+# --- who holds back what ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,10 @@ def test_the_draw_is_the_same_for_the_same_data_and_does_not_depend_on_later_cli
 
 
 def test_the_draw_is_random_within_a_client():
-    """A client's classes often come one after another, so that its first or last samples would not do."""
-    data = Pool.of((torch.zeros(200, 1), torch.zeros(200, dtype=torch.int64)), TEST).deal(2)
+    """A client's classes often come one after another, so that its first or last samples would not
+    do.
+    """
+    data = Pool.of((torch.zeros(200, 1), torch.zeros(200, dtype=torch.int64)), TEST).partition(2)
     ordered = data.dealt([range(100), range(100, 200)]).with_validation(0.5)
     low = [sum(1 for row in part if row % 100 < 50) for part in lists(ordered.validation_parts)]
     assert all(15 < count < 35 for count in low)
@@ -125,7 +127,7 @@ def test_it_is_told_how_many_are_held_back():
     assert "validation" not in repr(dealt())
 
 
-# --- data that is evaluated on it -------------------------------------------------------------------------------
+# --- data that is evaluated on it ---------------------------------------------------------------
 
 
 def test_the_pooled_samples_take_the_place_of_the_test_set():
@@ -167,7 +169,7 @@ def test_clients_domains_and_public_samples_are_kept():
     pool = Pool.of(
         (X, Y), TEST, clients=owners, domains=homes, test_domains=["south"] * 4, public=X[:3]
     )
-    split = pool.deal(partition=Natural()).with_validation(0.25)
+    split = pool.partition(partition=Natural()).with_validation(0.25)
     data = split.on_validation()
     rows = data.test_inputs.flatten().long()
     assert split.validation_parts.sizes.tolist() == [2, 3]
@@ -189,7 +191,7 @@ def test_clients_domains_and_public_samples_are_kept():
     ],
 )
 def test_tokens_real_targets_labels_and_bytes_are_split_alike(inputs, targets):
-    data = Pool.of((inputs, targets), (inputs[:2], targets[:2])).deal(3).with_validation(0.25)
+    data = Pool.of((inputs, targets), (inputs[:2], targets[:2])).partition(3).with_validation(0.25)
     assert data.validation_parts.sizes.tolist() == [1, 1, 1]
     rows = data.validation_parts.order.sort().values
     moved = data.on_validation().to(torch.device("cpu"), torch.float64)

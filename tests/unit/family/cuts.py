@@ -1,4 +1,6 @@
-"""Random cuts of a small layout that has sums, products and repeated axes, and their plain reference."""
+"""Random cuts of a small layout that has sums, products and repeated axes, and their plain
+reference.
+"""
 
 from __future__ import annotations
 

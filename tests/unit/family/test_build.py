@@ -1,4 +1,6 @@
-"""Members of many small modules against one oracle: the full network with what was cut zeroed and norms told so."""
+"""Members of many small modules against one oracle: the full network with what was cut zeroed and
+norms told so.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from torch.nn.utils.parametrizations import weight_norm
 from fedquilt.axes import Index, Positions
 from fedquilt.family.build import build
 from fedquilt.family.layout import Layout
-from fedquilt.family.tracer import trace_layout
+from fedquilt.family.tracing.tracer import trace_layout
 
-# --- the modules ---------------------------------------------------------------------------------------------------
+# --- the modules ---------------------------------------------------------------------------------
 
 
 def conv(i: int, o: int, k: int = 3, **options: Any) -> nn.Sequential:
@@ -212,7 +214,9 @@ class ViT(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Attention as in timm: one projection, sizes read off the stream, a scale computed in __init__."""
+    """Attention as in timm: one projection, sizes read off the stream, a scale computed in
+    __init__.
+    """
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -241,7 +245,9 @@ class Fused(nn.Module):
 
 
 class SplitAttention(nn.Module):
-    """Hand-written attention with separate projections and sizes kept in attributes; keys have fewer heads."""
+    """Hand-written attention with separate projections and sizes kept in attributes; keys have
+    fewer heads.
+    """
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -524,7 +530,9 @@ class Maxout(nn.Module):
 
 
 class Projected(nn.Module):
-    """torch tells an LSTM's projection by its being smaller than the hidden state, so the hidden state stays."""
+    """torch tells an LSTM's projection by its being smaller than the hidden state, so the hidden
+    state stays.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -620,7 +628,7 @@ def traced(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Layout]:
     return module, given, trace_layout(module, given)
 
 
-# --- the oracle ----------------------------------------------------------------------------------------------------
+# --- the oracle ---------------------------------------------------------------------------------
 
 
 def choose(layout: Layout, share: float, seed: int = 0) -> Index:
@@ -674,7 +682,9 @@ def zeroed(module: nn.Module, layout: Layout, index: Index) -> dict[str, Tensor]
 
 
 class Told(nn.Module):
-    """The hand-written reference: a norm of the full model that looks only at the channels a cut keeps."""
+    """The hand-written reference: a norm of the full model that looks only at the channels a cut
+    keeps.
+    """
 
     def __init__(self, norm: Any, kept: Tensor) -> None:
         super().__init__()
@@ -718,9 +728,8 @@ def reference(name: str, index: Index) -> Tensor:
     if name == "experts":  # a soft-max gives to zero as well; an expert that is gone gets nothing
         gone = torch.ones(3, dtype=torch.bool).index_fill(0, index["gate"].tensor, False)
         weights["gate.bias"][gone] = -1e9
-    torch.backends.mha.set_fastpath_enabled(
-        False
-    )  # torch's fused encoder layer goes around the norms we put in
+    # torch's fused encoder layer goes around the norms we put in
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad():
             output: Tensor = functional_call(full, weights, inputs)
@@ -740,10 +749,11 @@ QUERIES = {
     "gpt": [(f"attn.c_attn.{w}", 16, "wte.dim") for w in ("weight", "bias")],
     "cross": [("attn.q_proj_weight", 16, "a.dim"), ("attn.in_proj_bias", 16, "a.dim")],
 }
+# norms without weights, and over a weight's inputs: compared with their makers
 INEXACT = {
     "configured",
     "weight_norm",
-}  # norms without weights, and over a weight's inputs: compared with their makers
+}
 
 
 @pytest.mark.parametrize("share", [1 / 16, 0.25, 0.5, 0.6, 1.0])

@@ -29,7 +29,7 @@ ARCH = Arch((("a", 2), ("b", 2)))
 NAMES = cuts.ONE_NET
 
 
-# --- which positions --------------------------------------------------------------------------------------------
+# --- which positions ----------------------------------------------------------------------------
 
 
 def test_prefix_keeps_the_first_channels():
@@ -55,7 +55,7 @@ def test_scattered_is_a_sorted_random_set_of_its_own_for_every_axis():
     assert cut != scattered(arch, sizes, key=2)
 
 
-# --- one weight -------------------------------------------------------------------------------------------------
+# --- one weight ---------------------------------------------------------------------------------
 
 
 @few
@@ -114,7 +114,7 @@ def test_a_weight_that_keeps_everything_has_no_rows():
     assert torch.equal(whole, torch.full((4, 4), 2.0))
 
 
-# --- whole states -----------------------------------------------------------------------------------------------
+# --- whole states -------------------------------------------------------------------------------
 
 
 @few
@@ -165,9 +165,8 @@ def test_overlay_writes_only_where_both_hold(base, top):
     copies = {name: value.clone() for name, value in below.items()}
     result = cutter.overlay(below, base.index, above, top.index)
     for name in NAMES:
-        merged = torch.where(
-            cuts.mask(name, top.index), upper[name], lower[name]
-        )  # element by element
+        # element by element
+        merged = torch.where(cuts.mask(name, top.index), upper[name], lower[name])
         assert torch.equal(result[name], cuts.pick(merged, name, base.index)), name
         assert torch.equal(below[name], copies[name])  # the base is not written to
 
@@ -213,7 +212,7 @@ def test_a_full_window_is_the_whole_axis_in_order_so_that_equal_members_stack(si
     assert windows(arch, {"a": 3}, {"a": size}).index == prefix(arch).index
 
 
-# --- who held what ------------------------------------------------------------------------------------------------
+# --- who held what ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("few_runs", [1, 8])
@@ -248,7 +247,7 @@ def test_a_tally_counts_every_position_and_says_if_all_were_held(submodels, flat
             assert tally.complete
 
 
-# --- all weights at once, as on a GPU -----------------------------------------------------------------------------
+# --- all weights at once, as on a GPU -----------------------------------------------------------
 
 
 @few

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 import fedquilt as fq
 from fedquilt.errors import TraceError, TrainingError
 from fedquilt.family import Pass
-from fedquilt.family.laid import LayoutError
+from fedquilt.family.grouped import GroupingError
 from fedquilt.methods import FedAvg, FjORD, HeteroFL, SHeteroFL, SplitMix
 from tests.conftest import assert_same, with_local
 
 BOTH = (Pass(train=True), Pass())
-POLICIES = ("batch", "tracked", "post", "local")
+POLICIES = ("batch", "tracked", "post", "per_client")
 
 
 class NormReLU(nn.BatchNorm2d):
@@ -62,15 +62,15 @@ def right(model: nn.Module, run: fq.Run) -> float:
 
 @pytest.mark.parametrize("norm", POLICIES)
 def test_a_run_reports_the_accuracy_of_the_modules_it_hands_out(norm, family, play, make_data):
-    method = with_local(FedAvg() if norm == "local" else HeteroFL(), norm=norm, epochs=2)
+    method = with_local(FedAvg() if norm == "per_client" else HeteroFL(), norm=norm, epochs=2)
     evaluation = fq.Evaluation(every=2, batch_size=24)
     data = make_data(family, (12, 13))
     run, other = (
         play(method, family, data, (1.0, 0.5), engine, evaluation=evaluation)
-        for engine in ("sequential", "vectorised")
+        for engine in ("sequential", "vectorized")
     )
     assert_same(run, other)
-    if norm == "local":
+    if norm == "per_client":
         return
     for share, accuracy in run.accuracy.items():
         model = run.deploy(fq.Budget(share=float(share)), norms=norm)
@@ -79,9 +79,9 @@ def test_a_run_reports_the_accuracy_of_the_modules_it_hands_out(norm, family, pl
 
 @pytest.mark.slow
 def test_digits_with_a_norm_that_is_an_activation_too():
-    data = fq.data.digits().deal(8)
+    data = fq.data.digits().partition(8)
     family = fq.trace(small_net_of_digits, data.example)
-    method = with_local(HeteroFL(), epochs=2, optimiser=fq.SGD(0.1, momentum=0.9))
+    method = with_local(HeteroFL(), epochs=2, optimizer=fq.optimizers.SGD(0.1, momentum=0.9))
     run = fq.run(method, family, data, fq.Fleet.of([1, 1 / 2], 8, 4), rounds=2)
     for share, accuracy in run.accuracy.items():
         model = run.deploy(fq.Budget(share=float(share)))
@@ -95,8 +95,8 @@ def small_net_of_digits() -> nn.Module:
 
 
 def test_a_norm_of_ones_own_is_not_laid_side_by_side(family):
-    with pytest.raises(LayoutError, match="NormReLU may compute more"):
-        family.member(family.whole).laid(2)
+    with pytest.raises(GroupingError, match="NormReLU may compute more"):
+        family.member(family.whole).grouped(2)
 
 
 def test_dual_norms_of_ones_own(make_data, play):
@@ -115,7 +115,8 @@ def test_dual_norms_of_ones_own(make_data, play):
 
 
 class Detector(nn.Module):
-    """A module that doubles its outputs where fedquilt's code stands in for its norm, if it is narrow.
+    """A module that doubles its outputs where fedquilt's code stands in for its norm, if it is
+    narrow.
 
     So it stands for any mistake in a net; the module itself never takes that branch.
     """
@@ -169,7 +170,7 @@ def test_a_net_that_differs_is_refused_where_it_would_be_handed_out(
     for ask in (
         lambda: run.deploy(half),
         lambda: run.export(tmp_path / "half.safetensors", half),
-        lambda: run.customisable((1.0, 0.5)),
+        lambda: run.customizable((1.0, 0.5)),
     ):
         with pytest.raises(TraceError, match=REFUSED):
             ask()
@@ -275,11 +276,11 @@ def test_a_norm_that_evaluates_by_hand_needs_stored_statistics(play, make_data):
     family = fq.trace(Odd(HandMade(6)), torch.zeros(2, 4))
     data = make_data(family, (6, 6))
     with pytest.raises(
-        TrainingError, match="norm layer 'between' is a HandMade, whose forward normalises by hand"
+        TrainingError, match="norm layer 'between' is a HandMade, whose forward normalizes by hand"
     ):
         fq.prepare(with_local(FedAvg(), norm="batch"), family, data, fq.Fleet.of((1.0,), 2, 2))
     with pytest.raises(
-        TrainingError, match="'between' is a HandMade, whose forward normalises by hand"
+        TrainingError, match="'between' is a HandMade, whose forward normalizes by hand"
     ):
         play(with_local(FedAvg(), norm="post"), family, data)
     play(with_local(FedAvg(), norm="tracked"), family, data)
@@ -307,9 +308,17 @@ def test_what_cannot_be_compared_is_told(caplog):
     with caplog.at_level(logging.WARNING):
         family.member(family.whole).check_net(BOTH)
     assert [record.getMessage() for record in caplog.records] == [
-        "Odd, whole, in training, was not compared with what clients train in its place, since it fails: "
+        "Odd, whole, in training, was not compared with what clients train in its place, since it "
+        "fails: "
         "no training today"
     ]
+
+
+def test_members_that_fail_alike_are_told_once(caplog):
+    family = fq.trace(Odd(FailsInTraining()), torch.zeros(2, 4))
+    for share in (1.0, 0.5, 0.25):
+        family.member(family.fit(fq.Budget(share=share))).check_net(BOTH)
+    assert len(caplog.records) == 1
 
 
 class NativeNorm(nn.Module):
@@ -342,7 +351,7 @@ def test_a_frozen_norm_trains_where_statistics_are_stored(play, make_data):
     data = make_data(family, (6, 6))
     runs = [
         play(with_local(HeteroFL(), norm="tracked"), family, data, engine=e)
-        for e in ("sequential", "vectorised")
+        for e in ("sequential", "vectorized")
     ]
     assert_same(*runs)
     assert torch.equal(

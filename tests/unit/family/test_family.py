@@ -25,7 +25,7 @@ def hidden(family: fq.Family, **budget: float) -> int:
     return family.fit(fq.Budget(**budget)).sizes["first"]
 
 
-# --- budgets ----------------------------------------------------------------------------------------------------
+# --- budgets ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_nested_members_are_shares_of_the_whole_model(perceptron):
     assert perceptron.member(half).nested(1.0).arch == half
 
 
-# --- costs ------------------------------------------------------------------------------------------------------
+# --- costs --------------------------------------------------------------------------------------
 
 
 def test_costs_by_hand(perceptron):
@@ -261,7 +261,9 @@ def test_costs_of_forwards_that_ask_for_more_than_shapes(between):
 
 
 class Reader(nn.Module):
-    """A layer between two others that reads constants in Python, as language models read their masks."""
+    """A layer between two others that reads constants in Python, as language models read their
+    masks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,9 +282,8 @@ def test_costs_of_forwards_that_read_constants_in_python():
     assert family.cost(family.whole).macs == 4 * 6 + 6 * 3
     half = family.cost(family.fit(fq.Budget(share=0.5)), fq.TrainingStep(batch_size=8))
     assert half.macs == 4 * 3 + 3 * 3
-    assert half.memory == 3 * half.bytes + 4 * 8 * (
-        4 + 3
-    )  # saved of a sample: its inputs, and what ReLU gave
+    # saved of a sample: its inputs, and what ReLU gave
+    assert half.memory == 3 * half.bytes + 4 * 8 * (4 + 3)
 
 
 def test_costs_of_layers_that_a_draw_would_skip_count_them():
@@ -315,7 +316,7 @@ def test_count_is_the_modules_own(residual, language):
             assert family.cost(member).params == family.count(member)
 
 
-# --- weights ----------------------------------------------------------------------------------------------------
+# --- weights ------------------------------------------------------------------------------------
 
 
 def test_a_factory_is_called_anew_for_every_seed_and_leaves_torchs_generator_alone(perceptron):
@@ -384,7 +385,11 @@ def test_frozen_weights_are_cut_along_but_not_trained(play, make_data):
     assert family.carried == ("first.weight",)
     for engine in LOCAL:
         run = play(
-            fq.methods.FedRolex(local=fq.Local()), family, make_data(family, (4, 4)), (0.5,), engine
+            fq.methods.FedRolex(local=fq.LocalTraining()),
+            family,
+            make_data(family, (4, 4)),
+            (0.5,),
+            engine,
         )
         assert torch.equal(
             run.server.weights["first.weight"], family.init(0)["first.weight"].double()
@@ -393,9 +398,8 @@ def test_frozen_weights_are_cut_along_but_not_trained(play, make_data):
             run.server.weights["first.bias"], family.init(0)["first.bias"].double()
         )
         deployed = run.deploy(fq.Budget(share=0.5))
-        assert torch.equal(
-            deployed.first.weight, run.server.weights["first.weight"][1:4]
-        )  # the last round's window
+        # the last round's window
+        assert torch.equal(deployed.first.weight, run.server.weights["first.weight"][1:4])
         assert not deployed.first.weight.requires_grad
 
 
@@ -550,7 +554,17 @@ def test_a_model_without_classes_says_so():
         _ = family.num_classes
 
 
-# --- nets that remember -----------------------------------------------------------------------------------------
+def test_whole_numbers_for_a_model_of_real_ones_are_refused_with_what_would_work():
+    family = fq.trace(lambda: nn.Linear(3, 2), torch.ones(2, 3, dtype=torch.int64))
+    message = (
+        r"Linear does not run on the example of shape \(2, 3\), int64: RuntimeError: "
+        r".*inputs\.astype\('float32'\)"
+    )
+    with pytest.raises(TraceError, match=message):
+        _ = family.output_shape
+
+
+# --- nets that remember -------------------------------------------------------------------------
 
 
 class Counting(nn.Module):
@@ -608,7 +622,7 @@ def test_lots_that_python_draws_are_no_memory():
     before = random.getstate()
     for _ in range(5):
         family.__dict__.pop("_remembers", None)
-        family.check_forgets()
+        family.check_stateless()
     assert random.getstate() == before
 
 
@@ -637,23 +651,25 @@ def test_what_a_net_counts_for_itself_is_lost_and_said_so(make_data, caplog):
 
 def test_nets_that_draw_or_track_forget(residual, language):
     for family in (residual, language):  # batch norm, dropout
-        family.check_forgets()
+        family.check_stateless()
 
 
 @pytest.mark.parametrize(
     ("model", "example", "shape"),
     [
         (nn.Linear(4, 3), torch.zeros(2, 4), (2, 3)),
+        # one output is no axis, because it cannot be cut
         (
             nn.Linear(4, 1),
             torch.zeros(2, 4),
             (2, 1),
-        ),  # one output is no axis, because it cannot be cut
+        ),
+        # classes come last, and are moved
         (
             nn.Embedding(7, 5),
             torch.zeros(2, 6, dtype=torch.int64),
             (2, 5, 6),
-        ),  # classes come last, and are moved
+        ),
     ],
 )
 def test_the_shape_of_the_output_has_classes_in_dimension_1(model, example, shape):

@@ -57,7 +57,9 @@ def test_families_take_members_sub_models_and_widths_alike(residual):
 
 
 def test_nets_nested_at_unequal_shares_differ_though_their_channels_are_the_same(perceptron):
-    """Of six hidden units, 0.2 and 0.3 are one: the scaler divides by the share, and a batch runs both."""
+    """Of six hidden units, 0.2 and 0.3 are one: the scaler divides by the share, and a batch runs
+    both.
+    """
     whole = perceptron.member(perceptron.whole)
     fifth, third = whole.nested(0.2), whole.nested(0.3)
     assert fifth.arch == third.arch
@@ -65,9 +67,8 @@ def test_nets_nested_at_unequal_shares_differ_though_their_channels_are_the_same
     assert whole.nested(0.2) is fifth
     assert whole.nested(1.0).arch == whole.arch
     assert whole.nested(1.0) != whole
-    assert (
-        fifth.net is third.net is perceptron.member(fifth.arch).net
-    )  # what takes long is found once
+    # what takes long is found once
+    assert fifth.net is third.net is perceptron.member(fifth.arch).net
     assert fifth.cost() is third.cost()
 
 

@@ -18,7 +18,7 @@ import fedquilt as fq
 from fedquilt import noise
 from fedquilt.errors import TrainingError
 from fedquilt.family import Net, Pass
-from fedquilt.family.net import Drawn, is_stock
+from fedquilt.family.net import SeededRandomness, is_stock
 from fedquilt.family.scaled import Scaled
 
 KEY = torch.tensor(noise.key(1))
@@ -40,7 +40,7 @@ def pure(module: nn.Module, scaled: Scaled = Scaled()) -> tuple[Net, dict[str, T
     return Net(module, {}, scaled), state
 
 
-# --- norm statistics --------------------------------------------------------------------------------------------
+# --- norm statistics ----------------------------------------------------------------------------
 
 
 def test_batch_statistics_are_torchs_in_training_and_move_nothing():
@@ -108,7 +108,9 @@ def test_measured_statistics_averaged_are_torchs_cumulative_ones():
 
 
 def test_a_norm_without_momentum_tracks_or_says_what_to_do():
-    """torch's momentum=None averages cumulatively, which needs a count that a federation does not carry."""
+    """torch's momentum=None averages cumulatively, which needs a count that a federation does not
+    carry.
+    """
     net, state = pure(nn.BatchNorm2d(3, momentum=None))
     assert net(state, images(), TRAIN)[0].shape == images().shape
     with pytest.raises(TrainingError, match="momentum"):
@@ -152,7 +154,7 @@ def test_statistics_carry_no_gradient():
     assert not any(value.requires_grad for value in seen.values())
 
 
-# --- norms of the user's own ------------------------------------------------------------------------------------
+# --- norms of the user's own --------------------------------------------------------------------
 
 
 class NormReLU(nn.BatchNorm2d):
@@ -214,7 +216,9 @@ OWN_NORMS = {
 
 
 def own_norm(name: str) -> tuple[nn.Module, Net, dict[str, Tensor]]:
-    """A module with a norm of its own, its net, and weights and statistics that differ from those at the start."""
+    """A module with a norm of its own, its net, and weights and statistics that differ from those
+    at the start.
+    """
     module = OWN_NORMS[name](3).double()
     with torch.no_grad():
         for place, value in enumerate((*module.parameters(), *module.buffers())):
@@ -362,7 +366,7 @@ def test_a_parametrization_leaves_a_class_what_it_is():
     assert [is_stock(layer) for layer in layers] == [True, False]
 
 
-# --- the scaler -------------------------------------------------------------------------------------------------
+# --- the scaler ---------------------------------------------------------------------------------
 
 
 def test_the_scaler_divides_layers_by_the_share_in_training():
@@ -381,7 +385,7 @@ def test_the_scaler_divides_layers_by_the_share_in_training():
         )
 
 
-# --- noise ------------------------------------------------------------------------------------------------------
+# --- noise --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -476,7 +480,9 @@ def _in_place(x: Tensor, p: float) -> Tensor:
 
 
 def test_a_shared_buffer_cannot_hold_a_stacks_noise_unnoticed():
-    """Drawing into a fresh buffer is fine if its result is used; the buffer itself would be one client's for all."""
+    """Drawing into a fresh buffer is fine if its result is used; the buffer itself would be one
+    client's for all.
+    """
     keys, x = torch.stack([KEY, KEY + 1]), torch.ones(2, 50, dtype=torch.float64)
     result, _ = pure(Draws(lambda x: x * torch.empty(50).bernoulli_(0.5)))
     buffer, _ = pure(Draws(lambda x: x * _in_place(torch.ones(50), 0.5)))
@@ -492,10 +498,11 @@ def test_a_shared_buffer_cannot_hold_a_stacks_noise_unnoticed():
     ("draw", "name"),
     [
         (lambda x: x[torch.randperm(len(x))], "torch.randperm"),
+        # draws inside of torch, where nobody can follow
         (
             lambda x: F.gumbel_softmax(x, 0),
             "F.gumbel_softmax",
-        ),  # draws inside of torch, where nobody can follow
+        ),
         (lambda x: F.fractional_max_pool2d(x.expand(1, 1, 3, 3), 2, 2), "F.fractional_max_pool2d"),
         (torch.poisson, "torch.poisson"),
         (lambda x: torch.empty_like(x).log_normal_(), "Tensor.log_normal_"),
@@ -548,7 +555,7 @@ def test_attention_written_out_is_torchs(causal, mask):
     kept |= torch.eye(5, dtype=torch.bool)
     given = {None: None, "bool": kept, "float": torch.where(kept, 0.5, -1e9).double()}[mask]
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=given, is_causal=causal)
-    with Drawn(None):
+    with SeededRandomness(None):
         found = F.scaled_dot_product_attention(q, k, v, attn_mask=given, is_causal=causal)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
@@ -557,7 +564,7 @@ def test_grouped_queries_share_keys_as_torchs_do():
     q = torch.randn(2, 4, 5, 3).double()
     k, v = torch.randn(2, 2, 2, 5, 3).double()
     expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    with Drawn(None):
+    with SeededRandomness(None):
         found = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
@@ -586,10 +593,10 @@ def test_torchs_attention_is_itself_in_evaluation():
     torch.testing.assert_close(net(state, inputs)[0], expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_torchs_attention_with_dropout_trains_without_warnings(engine, play, make_data):
     family = fq.trace(Encoder, torch.zeros(2, 5, 3))
-    method = fq.methods.FedRolex(local=fq.Local(batch_size=4))
+    method = fq.methods.FedRolex(local=fq.LocalTraining(batch_size=4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         runs = [
@@ -623,9 +630,8 @@ class Recurrent(nn.Module):
         return torch.cat([value.flatten() for value in given])
 
 
-@pytest.mark.parametrize(
-    "p", [1e-12, 1.0]
-)  # nothing is dropped, or all: the two that torch does not draw for
+# nothing is dropped, or all: the two that torch does not draw for
+@pytest.mark.parametrize("p", [1e-12, 1.0])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -666,7 +672,7 @@ def test_dropout_between_recurrent_layers_on_packed_sequences_is_refused():
     assert single(state, x, TRAIN, KEY)[0].isfinite().all()
 
 
-# --- operations in place ----------------------------------------------------------------------------------------
+# --- operations in place ------------------------------------------------------------------------
 
 
 class Rewrites(nn.Module):

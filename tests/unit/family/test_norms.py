@@ -1,4 +1,6 @@
-"""Norm policies: what each of them states, how it is chosen, and what a client's result is under it."""
+"""Norm policies: what each of them states, how it is chosen, and what a client's result is under
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.cli.options import Norms
-from fedquilt.config import Experiment
+from fedquilt.config.settings import Problem, read, write
 from fedquilt.errors import ConfigError
 from fedquilt.family.norms import (
     NORM_POLICIES,
@@ -24,16 +26,16 @@ from fedquilt.family.norms import (
     Tracked,
 )
 from fedquilt.methods import FedAvg, FedBN, FedRolex, HeteroFL, SplitMix
-from fedquilt.records import identity
-from fedquilt.settings import Problem, read, write
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.folder import fingerprint
 from tests.conftest import LOCAL, _residual_net, assert_same, with_local
 
-PERSONAL = ["local", "post-own", "local-all"]
+PERSONAL = ["per_client", "post-own", "per_client-all"]
 PAGE = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text()
 QUARTER = {"base": 0.25}
 
 
-# --- what a policy states ---------------------------------------------------------------------------------------
+# --- what a policy states -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -41,11 +43,11 @@ QUARTER = {"base": 0.25}
     {
         "batch": [],
         "tracked": ["tracks", "has_server_statistics", "stores"],
-        "local": ["tracks", "keeps_statistics", "personal", "stores"],
+        "per_client": ["tracks", "keeps_statistics", "personal", "stores"],
         "post": ["measures", "stores"],
         "post-own": ["measures", "personal", "stores"],
         "post-public": ["measures", "needs_public", "stores"],
-        "local-all": ["tracks", "keeps_statistics", "personal", "stores"],
+        "per_client-all": ["tracks", "keeps_statistics", "personal", "stores"],
     }.items(),
 )
 def test_what_each_policy_states(name, states):
@@ -84,9 +86,8 @@ def test_what_stays_on_a_client(residual, language):
     assert KeptByClient().kept(residual) == statistics
     assert AllLocal().kept(residual) == Tracked("local").kept(residual) == norms
     assert BatchStatistics("local").kept(residual) == norms - statistics
-    assert AllLocal().kept(language) == set(
-        language.parts["norm"]
-    )  # layer norms have weights and no statistics
+    # layer norms have weights and no statistics
+    assert AllLocal().kept(language) == set(language.parts["norm"])
     assert KeptByClient().kept(language) == set()
 
 
@@ -98,20 +99,20 @@ def test_fedbn_keeps_all_of_a_norm_under_every_policy(name, residual):
     assert policy.kept(residual) >= affine
     assert policy.keeps_statistics == policy.tracks
     assert policy.measures == NORM_POLICIES[name]().measures
-    assert FedBN(local=fq.Local(norm=name)).local.norm == policy
+    assert FedBN(local=fq.LocalTraining(norm=name)).local.norm == policy
     assert policy.localized() == policy
 
 
-# --- how it is chosen -------------------------------------------------------------------------------------------
+# --- how it is chosen ---------------------------------------------------------------------------
 
 
 def test_names_and_policies_are_the_same_setting():
-    named, made = fq.Local(norm="post"), fq.Local(norm=MeasuredOnAll())
+    named, made = fq.LocalTraining(norm="post"), fq.LocalTraining(norm=MeasuredOnAll())
     assert named.norm == MeasuredOnAll() != MeasuredOnAll("local")
     assert named == made
     assert hash(named) == hash(made)
     assert replace(named, norm="tracked").norm == Tracked()
-    assert fq.Local().norm == BatchStatistics()
+    assert fq.LocalTraining().norm == BatchStatistics()
 
 
 @dataclass(frozen=True)
@@ -123,15 +124,15 @@ class Wrong(NormPolicy):
     ("make", "told"),
     [
         (
-            lambda: fq.Local(norm="pots"),
-            "norm = 'pots' was asked for; it may be 'batch', 'tracked', 'local', 'post'",
+            lambda: fq.LocalTraining(norm="pots"),
+            "norm = 'pots' was asked for; it may be 'batch', 'tracked', 'per_client', 'post'",
         ),
-        (lambda: fq.Local(norm=None), "norm = None was asked for; it may be 'batch'"),
+        (lambda: fq.LocalTraining(norm=None), "norm = None was asked for; it may be 'batch'"),
         (
-            lambda: fq.Local(norm=Tracked),
+            lambda: fq.LocalTraining(norm=Tracked),
             "norm = <class .*Tracked'> was asked for; it may be 'batch'",
         ),
-        (lambda: fq.Local(norm="absent.py:Norms"), "there is no file 'absent.py'"),
+        (lambda: fq.LocalTraining(norm="absent.py:Norms"), "there is no file 'absent.py'"),
         (
             lambda: Tracked(affine="mine"),
             "affine = 'mine' was asked for; it may be 'shared', 'local'",
@@ -153,24 +154,24 @@ def test_a_policy_in_a_file_that_cannot_be_made_is_refused(tmp_path, monkeypatch
         ConfigError,
         match=r"norm = 'broken\.py:failing' was called .* failed: ValueError: on purpose",
     ):
-        fq.Local(norm="broken.py:failing")
+        fq.LocalTraining(norm="broken.py:failing")
     with pytest.raises(
         ConfigError, match=r"norm = 'broken\.py:other' was asked for; it may be 'batch'"
     ):
-        fq.Local(norm="broken.py:other")
+        fq.LocalTraining(norm="broken.py:other")
 
 
 @pytest.mark.parametrize("name", NORM_POLICIES)
 def test_files_have_the_name_alone(name):
-    local = fq.Local(norm=name)
+    local = fq.LocalTraining(norm=name)
     assert write(local)["norm"] == name
     problems: list[Problem] = []
-    assert read(fq.Local, write(local), "", problems) == local
+    assert read(fq.LocalTraining, write(local), "", problems) == local
     turned = replace(
-        local, norm=replace(local.norm, affine="shared" if name == "local-all" else "local")
+        local, norm=replace(local.norm, affine="shared" if name == "per_client-all" else "local")
     )
     assert write(turned)["norm"] == {"name": name, "affine": turned.norm.affine}
-    assert read(fq.Local, write(turned), "", problems) == turned
+    assert read(fq.LocalTraining, write(turned), "", problems) == turned
     assert problems == []
 
 
@@ -186,7 +187,9 @@ def test_an_unknown_name_in_a_file_is_told_with_the_nearest():
 
 
 def test_a_policy_in_a_file(residual, play, make_data, tmp_path, monkeypatch):
-    """The one of docs/architecture.md: affine weights are kept, and statistics are measured by each client."""
+    """The one of docs/architecture.md: affine weights are kept, and statistics are measured by each
+    client.
+    """
     (block,) = re.findall(
         r"```python\n(.*?)```", PAGE.split("### Norms")[1].split("### ")[0], re.DOTALL
     )
@@ -203,7 +206,7 @@ def test_a_policy_in_a_file(residual, play, make_data, tmp_path, monkeypatch):
     )
     assert write(experiment)["method"]["local"]["norm"] == "mine.py:OwnNorms"
     assert Experiment.of(write(experiment)) == experiment
-    assert fq.Local(norm="mine.py:OwnNorms").norm == policy
+    assert fq.LocalTraining(norm="mine.py:OwnNorms").norm == policy
     run = play(
         with_local(experiment.method, batch_size=4), residual, make_data(residual, (6, 6)), rounds=1
     )
@@ -215,10 +218,10 @@ def test_a_policy_in_a_file(residual, play, make_data, tmp_path, monkeypatch):
     again = fq.load_model(tmp_path / "own.safetensors", _residual_net)
     inputs = torch.randn(3, 1, 6, 6)
     torch.testing.assert_close(again(inputs), model.float()(inputs), rtol=0, atol=1e-5)
-    assert identity(run)["method.local.norm"] == "OwnNorms"
+    assert fingerprint(run)["method.local.norm"] == "OwnNorms"
 
 
-# --- what a client has ------------------------------------------------------------------------------------------
+# --- what a client has --------------------------------------------------------------------------
 
 
 def by_hand(model: nn.Module, samples: torch.Tensor, batch_size: int) -> nn.Module:
@@ -238,7 +241,9 @@ def by_hand(model: nn.Module, samples: torch.Tensor, batch_size: int) -> nn.Modu
 def test_clients_measure_the_servers_weights_on_their_own_samples(
     engine, parts, residual, play, make_data
 ):
-    """Accuracy is the mean over clients, each on its own test part, or on all tests where there are no parts."""
+    """Accuracy is the mean over clients, each on its own test part, or on all tests where there are
+    no parts.
+    """
     data = make_data(residual, (8, 8, 12))
     data = data if parts else replace(data, test_parts=None)
     method = with_local(FedAvg(), batch_size=4, norm="post-own")
@@ -297,7 +302,10 @@ def test_public_samples_take_the_place_of_the_clients(engine, residual, play, ma
         torch.testing.assert_close(
             logits, by_hand(model, public, 4)(data.test_inputs).detach(), rtol=0, atol=1e-9
         )
-    told = "the norm policy 'post-public' was asked for, .* on public samples; the data has none. data.public = 0.1"
+    told = (
+        "the norm policy 'post-public' was asked for, .* on public samples; the data has none. "
+        "data.public = 0.1"
+    )
     with pytest.raises(ConfigError, match=told):
         play(method, residual, data, engine=engine)
     with pytest.raises(ConfigError, match=told):
@@ -309,7 +317,10 @@ def test_public_samples_take_the_place_of_the_clients(engine, residual, play, ma
 def test_one_public_sample_has_no_statistics(residual, play, make_data):
     data = replace(make_data(residual, (6, 6)), public=torch.randn(1, 1, 6, 6, dtype=torch.float64))
     method = with_local(HeteroFL(), batch_size=4, norm="post-public")
-    told = "'post-public' was asked for, .*; the data has one, and two or more are needed. data.public = 0.1"
+    told = (
+        "'post-public' was asked for, .*; the data has one, and two or more are needed. "
+        "data.public = 0.1"
+    )
     with pytest.raises(ConfigError, match=told):
         fq.prepare(method, residual, data, fq.Fleet.of((1.0,), 2, 2), precision="fp64")
     run = play(with_local(method, norm="post"), residual, data, rounds=1)
@@ -322,7 +333,7 @@ def test_fedbn_is_fedavg_with_local_norms(family, play, make_data):
     data = make_data(family, (6, 5, 7))
     methods = [
         with_local(FedBN(), batch_size=4),
-        with_local(FedAvg(), batch_size=4, norm="local-all"),
+        with_local(FedAvg(), batch_size=4, norm="per_client-all"),
     ]
     assert_same(*(play(method, family, data, rounds=3) for method in methods), atol=0)
 
@@ -334,11 +345,13 @@ def test_fedbn_is_fedavg_with_local_norms(family, play, make_data):
     ids=lambda method: type(method).__name__,
 )
 def test_the_norms_of_a_single_client_are_as_if_averaged(method, engine, residual, play, make_data):
-    """Over three rounds of one client, what it kept and what it sent are the net that tracked norms give."""
+    """Over three rounds of one client, what it kept and what it sent are the net that tracked norms
+    give.
+    """
     data = make_data(residual, (9,))
     runs = [
         play(with_local(method, batch_size=4, norm=norm), residual, data, (0.5,), engine, rounds=3)
-        for norm in ("local-all", "tracked")
+        for norm in ("per_client-all", "tracked")
     ]
     own, tracked = (
         run.method.own(run.server, run.fleet.client(0, 2, 0, 9), run.world) for run in runs
@@ -381,7 +394,7 @@ def test_a_client_gets_the_net_that_was_evaluated(
     inputs = data.test_inputs.float()
     again = fq.load_model(file, _residual_net)
     torch.testing.assert_close(again(inputs), model.float()(inputs), rtol=0, atol=1e-5)
-    sizes = run.customisable((0.25,), client=2)
+    sizes = run.customizable((0.25,), client=2)
     torch.testing.assert_close(
         sizes(data.test_inputs), model.double()(data.test_inputs), rtol=0, atol=1e-5
     )
@@ -397,13 +410,13 @@ def test_a_client_gets_the_net_that_was_evaluated(
         ),
         (
             "post",
-            {"norms": "local-all", "client": 0},
-            "norms='local-all' was asked for.*this one's are 'post'",
+            {"norms": "per_client-all", "client": 0},
+            "norms='per_client-all' was asked for.*this one's are 'post'",
         ),
         (
             "post-own",
-            {"norms": "local", "client": 0},
-            "norms='local' was asked for.*this one's are 'post-own'",
+            {"norms": "per_client", "client": 0},
+            "norms='per_client' was asked for.*this one's are 'post-own'",
         ),
         (
             "post-own",
@@ -412,7 +425,7 @@ def test_a_client_gets_the_net_that_was_evaluated(
         ),
         ("post-own", {}, "HeteroFL leaves its result on the clients"),
         (
-            "local-all",
+            "per_client-all",
             {"norms": "own", "client": 0},
             "norms='own' was asked for; it may be 'batch', 'tracked'",
         ),

@@ -107,9 +107,8 @@ def test_of_groups_times_channels_each_axis_has_its_own_rows():
 
 def test_an_axis_twice_in_one_product_counts_an_entry_once():
     module = nn.Module()
-    module.w = nn.Parameter(
-        torch.tensor([1.0, 2, 3, 4])
-    )  # positions (0, 0), (0, 1), (1, 0), (1, 1)
+    # positions (0, 0), (0, 1), (1, 0), (1, 1)
+    module.w = nn.Parameter(torch.tensor([1.0, 2, 3, 4]))
     family = Family(module, Layout({"a": Axis("a", 2)}, {"w": parse("(a a)")}), (), nn.Module)
     scores = channel_scores(whole(family), dict(module.named_parameters()), norm=1)
     assert scores["a"].tolist() == [6, 9]
@@ -162,11 +161,11 @@ def test_another_norm_is_refused(perceptron):
         channel_scores(whole(perceptron), perceptron.init(), norm=3)
 
 
-# --- the positions with the highest scores ----------------------------------------------------------------------
+# --- the positions with the highest scores ------------------------------------------------------
 
 
 def test_the_highest_positions_are_ascending_and_of_equals_the_first():
-    arch = fq.Arch((("a", 2), ("b", 3)))
+    arch = fq.methods.api.Arch((("a", 2), ("b", 3)))
     scores = {"a": torch.tensor([1.0, 9.0, 2.0, 7.0]), "b": torch.tensor([5.0, 4.0, 5.0, 5.0, 5.0])}
     submodel = highest(arch, scores)
     assert {axis: list(kept) for axis, kept in submodel.index.items()} == {
@@ -186,4 +185,4 @@ def test_the_highest_positions_are_ascending_and_of_equals_the_first():
 )
 def test_scores_that_do_not_fit_are_refused(scores, told):
     with pytest.raises(SubmodelError, match=told):
-        highest(fq.Arch((("a", 2),)), scores)
+        highest(fq.methods.api.Arch((("a", 2),)), scores)

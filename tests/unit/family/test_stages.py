@@ -1,4 +1,6 @@
-"""Modules in stages: how they run, how they are copied and taken apart, and what is wrong with a request for them."""
+"""Modules in stages: how they run, how they are copied and taken apart, and what is wrong with a
+request for them.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def test_the_example_of_with_stages_runs() -> None:
     assert doctest.DocTestRunner().run(example).failed == 0
 
 
-# --- what runs -----------------------------------------------------------------------------------------------------
+# --- what runs ----------------------------------------------------------------------------------
 
 
 def test_a_stage_runs_the_first_blocks_and_its_head() -> None:
@@ -173,16 +175,16 @@ def test_copies_run_the_same_stage_and_choose_for_themselves(copied: Callable[[A
 
 
 def test_a_class_made_inside_a_function_is_sent_by_cloudpickle() -> None:
-    class Local(Net):
+    class LocalTraining(Net):
         pass
 
-    factory = cloudpickle.loads(cloudpickle.dumps(fq.with_stages(Local, 2).resolve((ROW,))))
+    factory = cloudpickle.loads(cloudpickle.dumps(fq.with_stages(LocalTraining, 2).resolve((ROW,))))
     net = cloudpickle.loads(cloudpickle.dumps(factory())).eval()
     net.choose("stage1")
     assert net(ROW).shape == (3, 3)
 
 
-# --- taken apart ---------------------------------------------------------------------------------------------------
+# --- taken apart --------------------------------------------------------------------------------
 
 
 def test_the_extracted_whole_model_is_the_users() -> None:
@@ -248,7 +250,7 @@ def test_a_stage_that_a_module_runs_itself_can_be_exported() -> None:
     assert torch.allclose(torch.export.export(extracted, (x,)).module()(x), expected, atol=1e-6)
 
 
-# --- parts and declarations ----------------------------------------------------------------------------------------
+# --- parts and declarations ---------------------------------------------------------------------
 
 
 def test_every_weight_belongs_to_one_block_or_head() -> None:
@@ -421,7 +423,7 @@ def test_stages_of_a_family_that_was_read_cannot_be_changed(tmp_path) -> None:
         family.staged(("norm", "b"))
 
 
-# --- heads ---------------------------------------------------------------------------------------------------------
+# --- heads --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -473,7 +475,7 @@ def test_a_head_that_cannot_be_made_is_refused(
         fit_head(features, channel_dim, output, class_dim, "layer 'x'")
 
 
-# --- requests that cannot be met -----------------------------------------------------------------------------------
+# --- requests that cannot be met ----------------------------------------------------------------
 
 
 class Skips(nn.Module):
@@ -567,7 +569,10 @@ class Runs(Net):
 
 
 def test_stages_that_a_module_runs_itself_must_have_its_output() -> None:
-    message = r"Runs declares 2 stages .*; forward_stage\(1, …\) returns .* \(3, 5\)\. .*, \(3, 3\), would work"
+    message = (
+        r"Runs declares 2 stages .*; forward_stage\(1, …\) returns .* \(3, 5\)\. .*, \(3, "
+        r"3\), would work"
+    )
     with pytest.raises(TraceError, match=message):
         fq.with_stages(Runs()).resolve((ROW,))
 

@@ -1,4 +1,6 @@
-"""Unions: names, axes, weights and costs of several architectures in one family, and what is refused."""
+"""Unions: names, axes, weights and costs of several architectures in one family, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def both(perceptron: fq.Family, deep: fq.Family) -> fq.Family:
     return fq.union({"flat": perceptron, "deep": deep})
 
 
-# --- names, axes and members ------------------------------------------------------------------------------------------
+# --- names, axes and members --------------------------------------------------------------------
 
 
 def test_weights_and_axes_have_the_name_of_their_net_except_the_class_axis(both, perceptron, deep):
@@ -116,7 +118,7 @@ def test_attributes_and_ties_belong_to_their_net(language, perceptron):
     }
 
 
-# --- weights and modules ----------------------------------------------------------------------------------------------
+# --- weights and modules ------------------------------------------------------------------------
 
 
 def test_the_first_net_has_the_weights_of_the_seed_and_the_others_have_random_numbers_of_their_own(
@@ -128,9 +130,8 @@ def test_the_first_net_has_the_weights_of_the_seed_and_the_others_have_random_nu
         assert torch.equal(weights[f"flat.{name}"], value)
     assert not torch.equal(weights["a.first.weight"], weights["b.first.weight"])
     pair = fq.union({"other": fq.trace(Perceptron, EXAMPLE), "a": fq.trace(Deep, EXAMPLE)})
-    assert torch.equal(
-        pair.init(3)["a.first.weight"], weights["a.first.weight"]
-    )  # whatever the other nets draw
+    # whatever the other nets draw
+    assert torch.equal(pair.init(3)["a.first.weight"], weights["a.first.weight"])
     assert not torch.equal(union.init(4)["a.first.weight"], weights["a.first.weight"])
 
 
@@ -194,7 +195,7 @@ def test_copies_of_a_union_have_a_choice_of_their_own():
     assert type(other.extract()) is Deep
 
 
-# --- costs ------------------------------------------------------------------------------------------------------------
+# --- costs --------------------------------------------------------------------------------------
 
 
 def test_a_pair_costs_what_both_nets_cost(both):
@@ -205,9 +206,8 @@ def test_a_pair_costs_what_both_nets_cost(both):
     assert second.macs == 4 * 5 + 5 * 7 + 7 * 3
     for name in ("macs", "params", "bytes", "memory"):
         assert getattr(pair, name) == getattr(first, name) + getattr(second, name)
-    assert pair.activations == max(
-        first.activations, second.activations
-    )  # they run one after the other
+    # they run one after the other
+    assert pair.activations == max(first.activations, second.activations)
     member = both.member(both.at(PAIR).whole)
     parts = [both.member(both.at(variant).whole) for variant in ("whole", "deep")]
     assert member.activations(8) == sum(part.activations(8) for part in parts)
@@ -249,12 +249,13 @@ class Both(Objective):
 
 def test_a_step_of_both_nets_counts_each_once(both):
     member = both.member(both.at(PAIR).whole)
-    step = Learner((Phase(Both()),), fq.Local(batch_size=8), 0.1).training_step(member, "fp32")
+    step = Learner((Phase(Both()),), fq.LocalTraining(batch_size=8), 0.1).training_step(
+        member, "fp32"
+    )
     assert step.passes == 1
     assert sum(one.macs for one in Both().passes(member)) == 3 * member.macs
-    assert (
-        Passes(member).macs == 3 * both.member(both.whole).macs
-    )  # the net of a pair runs the first alone
+    # the net of a pair runs the first alone
+    assert Passes(member).macs == 3 * both.member(both.whole).macs
 
 
 def test_gradients_of_a_pair_are_those_of_separate_nets(both):
@@ -288,7 +289,7 @@ def test_a_pair_may_train_one_net_alone(both):
     assert member.trained_macs == both.member(both.at("deep").whole).macs
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ----------------------------------------------------------------------------
 
 
 def test_an_empty_union_is_refused():
@@ -362,4 +363,4 @@ def test_a_net_of_a_union_that_remembers_is_refused(perceptron):
 
     union = fq.union({"flat": perceptron, "counting": fq.trace(Counting, EXAMPLE)})
     with pytest.raises(TraceError, match="Counting answers the same batch otherwise"):
-        union.check_forgets()
+        union.check_stateless()

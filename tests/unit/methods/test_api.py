@@ -10,15 +10,15 @@ import pytest
 import fedquilt
 import fedquilt.methods
 from fedquilt.methods import METHODS, api
-from fedquilt.methods.method import Method
+from fedquilt.round.method import Method
 
 FOLDER = Path(fedquilt.methods.__file__).parent
 # Without the list of methods, the base class that the interface offers, and the interface itself.
 FILES = sorted(
     set(FOLDER.glob("*.py")) - {FOLDER / f"{name}.py" for name in ("__init__", "method", "api")}
 )
-# Texts of error messages about models with norms in pairs, and what ProgFed measures theorem 1 of a run with. They are
-# of no use to other methods.
+# Texts of error messages about models with norms in pairs, and what ProgFed measures theorem 1 of a
+# run with. They are of no use to other methods.
 INTERNAL = {"HOW_TO", "Gradients", "gradients_at", "Run"}
 
 
@@ -47,7 +47,7 @@ def test_every_name_is_there_once():
 
 def test_names_that_fedquilt_has_too_are_the_same():
     shared = set(api.__all__) & set(fedquilt.__all__)
-    assert {"Budget", "Local", "Server", "World"} <= shared
+    assert {"Budget", "LocalTraining", "Family"} <= shared
     assert all(getattr(api, name) is getattr(fedquilt, name) for name in shared)
 
 
@@ -62,13 +62,13 @@ def test_what_the_steps_of_a_method_take_and_return_can_be_imported():
         "own",
         "label",
         "candidates",
-        "arranged",
+        "ranked",
         "figures",
         "fit",
     )
     hints = [hint for step in steps for hint in getattr(Method, step).__annotations__.values()]
     names = {node.id for node in ast.walk(ast.parse(";".join(hints))) if isinstance(node, ast.Name)}
-    assert {"Server", "Submodel", "Learner", "Fold", "Mix"} <= names
+    assert {"Server", "Submodel", "Learner", "Fold", "Submodels"} <= names
     assert names - {"list", "dict", "str", "float", "Sequence"} <= set(api.__all__)
 
 

@@ -1,4 +1,6 @@
-"""Distillation with input that does not fit: public samples, prototypes, tasks, budgets and predictions."""
+"""Distillation with input that does not fit: public samples, prototypes, tasks, budgets and
+predictions.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from fedquilt.terms import Client, Job, Payload, Update
 
 KINDS = (FedDF, DSFL, FedET)
 SIZES = (7, 4, 9)
-LOCAL = fq.Local(batch_size=4, optimiser=fq.SGD(lr=0.1))
+LOCAL = fq.LocalTraining(batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1))
 FEW_STEPS = ServerTraining(batch_size=4, steps=4, check_every=2)
 
 
@@ -28,13 +30,14 @@ def start(
     return fq.prepare(method, family, data, fleet, **options)
 
 
-# --- public samples -------------------------------------------------------------------------------------------------
+# --- public samples -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_public_samples_that_are_missing_are_asked_for(kind, perceptron, make_data):
     message = (
-        rf"{kind.__name__} was asked for, which needs at least 4 public samples without labels; data has none\. "
+        rf"{kind.__name__} was asked for, which needs at least 4 public samples without labels; "
+        r"data has none\. "
         r"data\.public = 0\.2 in a file, .*pool\.with_public\(0\.2\) in Python"
     )
     with pytest.raises(ConfigError, match=message):
@@ -80,7 +83,10 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("kind", [*KINDS, FedAvg])
 def test_public_samples_of_another_shape_are_refused(kind, perceptron, make_data):
     data = replace(make_data(perceptron, SIZES), public=torch.randn(8, 5, dtype=torch.float64))
-    message = r"data has public samples of shape \(5,\); the model was traced with \(4,\)\. Samples of that shape"
+    message = (
+        r"data has public samples of shape \(5,\); the model was traced with \(4,\)\. "
+        r"Samples of that shape"
+    )
     with pytest.raises(DataError, match=message):
         start(kind(), perceptron, data)
 
@@ -113,13 +119,16 @@ def test_public_samples_that_nobody_needs_may_have_any_scale(perceptron, make_da
     start(FedAvg(), perceptron, replace(data, public=255 * data.public))
 
 
-# --- settings -------------------------------------------------------------------------------------------------------
+# --- settings -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm", ["local", "local-all"])
+@pytest.mark.parametrize("norm", ["per_client", "per_client-all"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_norms_that_stay_on_clients_are_refused(kind, norm):
-    message = rf"local\.norm = '{norm}' was asked for, under which norms stay on clients.*'batch', 'tracked' or 'post'"
+    message = (
+        rf"local\.norm = '{norm}' was asked for, under which norms stay on clients.*'batch', "
+        r"'tracked' or 'post'"
+    )
     with pytest.raises(ConfigError, match=message):
         kind(local=replace(LOCAL, norm=norm))
 
@@ -143,8 +152,10 @@ def test_a_budget_below_the_smallest_prototype_is_refused_before_the_first_round
     kind, perceptron, make_data
 ):
     message = (
-        r"the budget share 0\.25 was given, which holds a share of 0\.25; the smallest prototype of "
-        rf"{kind.__name__} has 0\.5\. A smaller one would work: method\.prototypes = \[1\.0, 0\.5, 0\.25\]"
+        r"the budget share 0\.25 was given, which holds a share of 0\.25; the smallest prototype "
+        r"of "
+        rf"{kind.__name__} has 0\.5\. A smaller one would work: method\.prototypes = \[1\.0, 0\.5, "
+        r"0\.25\]"
     )
     with pytest.raises(BudgetError, match=message):
         start(
@@ -190,7 +201,10 @@ def test_settings_of_fedet_outside_of_their_range_are_refused(changes, message):
         ({"held_back": 0.0}, r"held_back = 0\.0 was asked for; it must lie in \(0, 0\.5\]"),
         ({"held_back": 0.6}, r"held_back = 0\.6 was asked for; it must lie in \(0, 0\.5\]"),
         ({"stop_by": "votes"}, r"stop_by = 'votes' was asked for"),
-        ({"schedule": "linear"}, r"schedule = 'linear' was asked for"),
+        (
+            {"schedule": "step"},
+            r"schedule = 'step' was asked for; it may be 'constant', 'cosine', 'linear'",
+        ),
     ],
 )
 def test_settings_of_the_servers_training_outside_of_their_range_are_refused(changes, message):
@@ -198,7 +212,7 @@ def test_settings_of_the_servers_training_outside_of_their_range_are_refused(cha
         ServerTraining(**changes)
 
 
-# --- tasks ----------------------------------------------------------------------------------------------------------
+# --- tasks --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -218,7 +232,8 @@ def numbers():
 @pytest.mark.parametrize("kind", [DSFL, FedET])
 def test_methods_that_exchange_probabilities_refuse_regression(kind, numbers):
     message = (
-        rf"{kind.__name__} was asked for, which exchanges probabilities of classes; Regression has no classes\. "
+        rf"{kind.__name__} was asked for, which exchanges probabilities of classes; Regression has "
+        r"no classes\. "
         "FedDF works"
     )
     with pytest.raises(ConfigError, match=message):
@@ -228,7 +243,9 @@ def test_methods_that_exchange_probabilities_refuse_regression(kind, numbers):
 def test_feddf_distils_the_mean_of_real_outputs_by_the_squared_error(numbers):
     """One step of the server, by hand."""
     family, data = numbers
-    how = ServerTraining(fq.SGD(lr=0.05, momentum=0.0), batch_size=32, steps=1, held_back=0.4)
+    how = ServerTraining(
+        fq.optimizers.SGD(lr=0.05, momentum=0.0), batch_size=32, steps=1, held_back=0.4
+    )
     settings = {"local": replace(LOCAL, epochs=4), "prototypes": (1.0, 0.5)}
     options = {"engine": "sequential", "precision": "fp64"}
     still, learnt = (
@@ -263,7 +280,7 @@ def test_feddf_distils_the_mean_of_real_outputs_by_the_squared_error(numbers):
             )
 
 
-# --- predictions ----------------------------------------------------------------------------------------------------
+# --- predictions --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -281,14 +298,19 @@ def sent(run: fq.Run, predictions: Tensor) -> Update:
 @pytest.mark.parametrize("shape", [(5, 3), (6, 4), (6,), (6, 3, 1)])
 def test_predictions_of_another_shape_are_refused(shape, dsfl):
     fold = dsfl.method.fold(dsfl.server, dsfl.world)
-    message = rf"client 1 sent predictions of shape \({', '.join(map(str, shape))},?\) in round 3; .*\(6, 3\).* refused"
+    message = (
+        rf"client 1 sent predictions of shape \({', '.join(map(str, shape))},?\) in round 3; "
+        r".*\(6, 3\).* refused"
+    )
     with pytest.raises(TrainingError, match=message):
         fold.add(sent(dsfl, torch.zeros(shape, dtype=torch.float64)))
     assert not dsfl.server.extras[PREDICTIONS].any()
 
 
 class Exploding(nn.Module):
-    """A net whose outputs are not finite on public samples, which are large, once it has been trained."""
+    """A net whose outputs are not finite on public samples, which are large, once it has been
+    trained.
+    """
 
     def __init__(self) -> None:
         super().__init__()

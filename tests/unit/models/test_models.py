@@ -16,7 +16,8 @@ from fedquilt.models import MODELS
 from fedquilt.models.blocks import Staged
 from fedquilt.models.transformer import Attention
 
-# Small versions and inputs of the models that are wide or deep by default: what runs is the same code.
+# Small versions and inputs of the models that are wide or deep by default: what runs is the same
+# code.
 OPTIONS: dict[str, dict[str, object]] = {
     "alexnet": {"hidden": 64},
     "resnet50": {"widths": (8, 16, 32, 64)},
@@ -140,7 +141,9 @@ def test_densenet_bc_100_12() -> None:
 
 
 def test_layers_of_fedrescue_table_15() -> None:
-    """The table's convolutions in its order, and its feature maps for the 28×28 crops it was printed with."""
+    """The table's convolutions in its order, and its feature maps for the 28×28 crops it was
+    printed with.
+    """
     net = models.rescue_resnet()
     shapes: list[tuple[int, ...]] = []
     for module in net.modules():
@@ -219,7 +222,9 @@ def test_tied_embeddings_are_one_weight() -> None:
 
 
 def test_an_attention_head_can_be_cut_inside() -> None:
-    """Projections narrowed to d' of every head's d rows run unchanged: nothing in forward holds the head's size."""
+    """Projections narrowed to d' of every head's d rows run unchanged: nothing in forward holds the
+    head's size.
+    """
     net = models.TransformerLM(num_classes=50, heads=2, head_dim=4, depth=1).eval()
     (attention,) = (module for module in net.modules() if isinstance(module, Attention))
     for projection in (attention.query, attention.key, attention.value):

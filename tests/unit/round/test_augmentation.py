@@ -10,7 +10,7 @@ from torch.func import vmap
 from fedquilt import noise
 from fedquilt.errors import ConfigError
 from fedquilt.round.training.augmentation import Intensity, augment, augmented, moved
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.tasks import Classification, Regression, Segmentation
 
 KEYS = torch.tensor([noise.key(1), noise.key(2)])
@@ -18,7 +18,9 @@ SIZES = {"image": (5, 4), "volume": (3, 5, 4)}
 
 
 def marked(size: tuple[int, ...], count: int = 12) -> tuple[Tensor, Tensor]:
-    """Return inputs (sample, 1, *size) whose values are their masks (sample, *size), no two of them alike."""
+    """Return inputs (sample, 1, *size) whose values are their masks (sample, *size), no two of them
+    alike.
+    """
     masks = 1 + torch.arange(count * torch.Size(size).numel()).reshape(count, *size)
     return masks.unsqueeze(1).double(), masks
 
@@ -46,7 +48,7 @@ def naive(
 def test_volumes_and_masks_are_moved_voxel_by_voxel(kind, crop, flip, axes):
     inputs, masks = marked(SIZES[kind])
     dims, count = len(SIZES[kind]), len(masks)
-    local = Local(crop=crop, flip=flip, flip_axes=axes)
+    local = LocalTraining(crop=crop, flip=flip, flip_axes=axes)
     found, found_masks = augmented(inputs, masks, local, KEYS[0], Segmentation())
 
     shifts = noise.uniform(noise.fold_in(KEYS[0], -1), (dims, count), torch.float32)
@@ -63,10 +65,12 @@ def test_volumes_and_masks_are_moved_voxel_by_voxel(kind, crop, flip, axes):
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_moved_sample_has_a_moved_mask(kind):
-    """Each value of the input is that of its mask; what came in at an edge is 0 there and ignored in the mask."""
+    """Each value of the input is that of its mask; what came in at an edge is 0 there and ignored
+    in the mask.
+    """
     inputs, masks = marked(SIZES[kind], 40)
     every = tuple(range(len(SIZES[kind])))
-    local = Local(crop=1, flip=True, flip_axes=every)
+    local = LocalTraining(crop=1, flip=True, flip_axes=every)
     for task in (Segmentation(ignore=-7), Classification(ignore=-7)):
         found, moved_masks = augmented(inputs, masks, local, KEYS[0], task)
         inside = moved_masks != -7
@@ -84,7 +88,7 @@ def test_a_moved_sample_has_a_moved_mask(kind):
 
 def test_axes_are_flipped_independently():
     inputs, _ = marked((2, 2, 2), 400)
-    found = moved(inputs, Local(flip=True, flip_axes=(0, 1, 2)), KEYS[0])
+    found = moved(inputs, LocalTraining(flip=True, flip_axes=(0, 1, 2)), KEYS[0])
     first = found[:, 0, 0, 0, 0] - inputs[:, 0, 0, 0, 0]
     counts = torch.bincount(first.long(), minlength=8)  # where the corner came from, one of eight
     assert (counts > 20).all()
@@ -92,9 +96,9 @@ def test_axes_are_flipped_independently():
 
 def test_the_last_axis_is_flipped_if_none_is_named():
     inputs, _ = marked((3, 4))
-    plain = moved(inputs, Local(flip=True), KEYS[0])
-    assert torch.equal(plain, moved(inputs, Local(flip=True, flip_axes=[-1]), KEYS[0]))
-    assert torch.equal(plain, moved(inputs, Local(flip=True, flip_axes=(1,)), KEYS[0]))
+    plain = moved(inputs, LocalTraining(flip=True), KEYS[0])
+    assert torch.equal(plain, moved(inputs, LocalTraining(flip=True, flip_axes=[-1]), KEYS[0]))
+    assert torch.equal(plain, moved(inputs, LocalTraining(flip=True, flip_axes=(1,)), KEYS[0]))
 
 
 def test_intensities_change_each_sample_by_a_factor_and_an_offset():
@@ -102,7 +106,7 @@ def test_intensities_change_each_sample_by_a_factor_and_an_offset():
         torch.stack([torch.zeros(500, 1, 2, 2), torch.ones(500, 1, 2, 2)], 1).flatten(1, 2).double()
     )
     masks = torch.randint(2, (500, 2, 2))
-    local = Local(intensity=Intensity(scale=0.2, offset=0.5))
+    local = LocalTraining(intensity=Intensity(scale=0.2, offset=0.5))
     found, same = augmented(inputs, masks, local, KEYS[0], Segmentation())
     assert same is masks or torch.equal(same, masks)
     offsets, factors = found[:, 0], found[:, 1] - found[:, 0]
@@ -117,27 +121,31 @@ def test_intensities_change_each_sample_by_a_factor_and_an_offset():
 
 def test_noise_has_the_standard_deviation_that_was_asked_for():
     inputs = torch.full((20, 1, 10, 10, 10), 3.0, dtype=torch.float64)
-    found = augment(inputs, Local(intensity=Intensity(noise=0.1)), KEYS[0])
+    found = augment(inputs, LocalTraining(intensity=Intensity(noise=0.1)), KEYS[0])
     assert float(found.mean()) == pytest.approx(3, abs=0.005)
     assert float(found.std()) == pytest.approx(0.1, rel=0.03)
-    assert torch.equal(augment(inputs, Local(intensity=Intensity()), KEYS[0]), inputs)
+    assert torch.equal(augment(inputs, LocalTraining(intensity=Intensity()), KEYS[0]), inputs)
 
 
 @pytest.mark.parametrize(
     ("local", "shape", "message"),
     [
         (
-            Local(flip=True, flip_axes=(2,)),
+            LocalTraining(flip=True, flip_axes=(2,)),
             (1, 4, 4),
             r"flip_axes = \[2\] .* images have 2 axes, .* 0 to 1 would fit",
         ),
         (
-            Local(flip=True, flip_axes=(-1, 1)),
+            LocalTraining(flip=True, flip_axes=(-1, 1)),
             (1, 4, 4),
             "one of them is named twice. Name each once",
         ),
-        (Local(crop=3), (1, 8, 3, 8), "crop = 3 was asked for; images are 8×3×8, .* Up to 2 fits"),
-        (Local(flip=True), (4,), r"a sample has shape \(4,\)"),
+        (
+            LocalTraining(crop=3),
+            (1, 8, 3, 8),
+            "crop = 3 was asked for; images are 8×3×8, .* Up to 2 fits",
+        ),
+        (LocalTraining(flip=True), (4,), r"a sample has shape \(4,\)"),
     ],
 )
 def test_settings_that_do_not_fit_the_samples_are_refused(local, shape, message):
@@ -148,18 +156,19 @@ def test_settings_that_do_not_fit_the_samples_are_refused(local, shape, message)
 def test_intensities_are_of_real_numbers():
     with pytest.raises(ConfigError, match=r"inputs are torch\.int64, and real numbers would fit"):
         augment(
-            torch.zeros(2, 5, dtype=torch.int64), Local(intensity=Intensity(scale=0.1)), KEYS[0]
+            torch.zeros(2, 5, dtype=torch.int64),
+            LocalTraining(intensity=Intensity(scale=0.1)),
+            KEYS[0],
         )
 
 
 def test_masks_of_another_size_than_the_inputs_cannot_be_cropped():
     inputs, masks = torch.zeros(2, 1, 8, 8), torch.zeros(2, 4, 4, dtype=torch.int64)
     with pytest.raises(ConfigError, match="inputs have the size 8×8 and their masks 4×4"):
-        augmented(inputs, masks, Local(crop=1), KEYS[0], Segmentation())
-    augmented(inputs, masks, Local(flip=True), KEYS[0], Segmentation())
-    augmented(
-        inputs, masks.float(), Local(crop=1), KEYS[0], Regression()
-    )  # whose targets stay as they are
+        augmented(inputs, masks, LocalTraining(crop=1), KEYS[0], Segmentation())
+    augmented(inputs, masks, LocalTraining(flip=True), KEYS[0], Segmentation())
+    # whose targets stay as they are
+    augmented(inputs, masks.float(), LocalTraining(crop=1), KEYS[0], Regression())
 
 
 @pytest.mark.parametrize(
@@ -175,6 +184,6 @@ def test_masks_of_another_size_than_the_inputs_cannot_be_cropped():
 )
 def test_settings_that_cannot_be_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        Local(**options)
+        LocalTraining(**options)
     with pytest.raises(ConfigError, match=r"scale = 2.0 was asked for; it must lie in \[0, 1\]"):
         Intensity(scale=2.0)

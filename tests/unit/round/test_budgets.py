@@ -1,4 +1,6 @@
-"""Budgets are a promise: what clients train costs no more, and a plan that does is refused before it is trained."""
+"""Budgets are a promise: what clients train costs no more, and a plan that does is refused before
+it is trained.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ from fedquilt.methods import (
     SplitMix,
 )
 from fedquilt.round.budgets import check_budgets, planned
+from fedquilt.round.evaluate import members_by_share
 from fedquilt.round.federation import World
-from fedquilt.round.serve import members_by_share
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.objectives import TaskLoss, Wrapping, together
 from fedquilt.terms import Client, Job, Server
@@ -38,30 +40,30 @@ SERVER = Server(0, {})
 FITTING = {name: kind for name, kind in CUTTING.items() if not kind().ignores_budgets}
 
 
-# --- memory is that of the step that a client runs --------------------------------------------------------------
+# --- memory is that of the step that a client runs ----------------------------------------------
 
 
 def test_steps_by_method(residual):
     world = World(residual, precision="bf16")
     assert HeteroFL().training_step(world) == fq.TrainingStep(32, 1, "bf16")
-    adam = with_local(HeteroFL(), optimiser=fq.Adam(), batch_size=7, last_batch="merge")
+    adam = with_local(HeteroFL(), optimizer=fq.optimizers.Adam(), batch_size=7, last_batch="merge")
     assert adam.training_step(World(residual)) == fq.TrainingStep(13, 2)
-    assert (
-        FedProx(mu=0.1).training_step(World(residual)).slots == 2
-    )  # momentum, and the weights that were received
+    # momentum, and the weights that were received
+    assert FedProx(mu=0.1).training_step(World(residual)).slots == 2
     assert SHeteroFL().training_step(World(residual)).nested == (0.5, 0.25, 0.125)
     fjord = FjORD(samples=2, smallest=0.25, granularity=0.25).training_step(World(residual))
     assert (fjord.passes, fjord.nested, fjord.most) == (1, (0.25, 0.5, 0.75), 2)
     rescue = METHODS["fedrescue"]().training_step(World(residual))
+    # its phases run one after another, the own net's needs most
     assert (rescue.passes, rescue.nested) == (
         1,
         (),
-    )  # its phases run one after another, the own net's needs most
+    )
 
 
 def test_attacked_samples_have_activations_of_their_own(residual):
-    def local(weight: float) -> fq.Local:
-        return fq.Local(adversarial=fq.AdversarialTraining(weight))
+    def local(weight: float) -> fq.LocalTraining:
+        return fq.LocalTraining(adversarial=fq.attacks.AdversarialTraining(weight))
 
     both, attacked = (
         HeteroFL(local=local(weight)).training_step(World(residual)) for weight in (0.5, 1.0)
@@ -96,7 +98,7 @@ def test_memory_of_a_wrapper_counts_in_every_draw(name, count, share, residual):
         samples=count,
         smallest=0.25,
         granularity=0.25,
-        local=fq.Local(objective=WithNet(share=share)),
+        local=fq.LocalTraining(objective=WithNet(share=share)),
     )
     world, member = World(residual), residual.member(residual.whole)
     learner = method.learner(
@@ -109,16 +111,15 @@ def test_memory_of_a_wrapper_counts_in_every_draw(name, count, share, residual):
             step = Learner((phase,), learner.local, 0.1).training_step(member, "fp32")
             needed.append(member.training_memory(step))
     assert memory >= max(needed)
-    if (
-        share is None
-    ):  # a net that always runs beside the client's own may be counted as one of the widest
+    # a net that always runs beside the client's own may be counted as one of the widest
+    if share is None:
         assert memory == max(needed)
 
 
 @pytest.mark.parametrize("name", FITTING)
 @pytest.mark.parametrize(
     "changes",
-    [{"batch_size": 8}, {"batch_size": 200}, {"optimiser": fq.Adam()}],
+    [{"batch_size": 8}, {"batch_size": 200}, {"optimizer": fq.optimizers.Adam()}],
     ids=["small batches", "large batches", "Adam"],
 )
 def test_plans_keep_memory_for_the_batch_and_the_optimizer(name, changes, residual):
@@ -132,10 +133,11 @@ def test_plans_keep_memory_for_the_batch_and_the_optimizer(name, changes, residu
         plan = planned(method, SERVER, Client(0, budget), world)
         assert sum(residual.cost(net, step).memory for net in plan) <= budget.memory
         check_budgets(method, [Job(Client(0, budget), net, 0) for net in plan], world)
+    # Their clients train nets that are narrower than the whole.
     if name not in (
         "splitmix",
         "fedet",
-    ):  # Their clients train nets that are narrower than the whole.
+    ):
         assert plan[0].arch == residual.whole
 
 
@@ -167,7 +169,7 @@ def test_a_fleets_memory_is_for_training_and_a_deployed_nets_for_inference(
     assert list(run.accuracy) == ["1.0", "0.5"]  # what clients train, and the whole model
     count = sum(weight.numel() for weight in run.deploy(fleet.kinds[0]).parameters())
     assert count == residual.count(residual.whole)
-    assert run.clientwise().devices[0].share == "0.5"
+    assert run.per_client().devices[0].share == "0.5"
     own = play(
         with_local(LocalOnly(), batch_size=4), residual, make_data(residual, (6, 6)), fleet=fleet
     )
@@ -217,7 +219,7 @@ def test_a_clients_base_nets_are_deployed_as_many_as_its_memory_runs(play, make_
         assert sum(weight.numel() for weight in module.parameters()) == count * one.params
 
 
-# --- plans that exceed a budget ---------------------------------------------------------------------------------
+# --- plans that exceed a budget -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,10 @@ class Greedy(Method):
 def test_a_plan_beyond_the_budget_is_refused(engine, budget, why, perceptron, make_data):
     """The whole perceptron has 51 parameters and takes 42 multiply-adds."""
     fleet = fq.Fleet.of([fq.Budget(share=1.0), budget], 2, 2)
-    message = rf"Greedy planned more for client 1 in round 1 than its budget \({budget}\) allows: {why}.*self\.fit"
+    message = (
+        rf"Greedy planned more for client 1 in round 1 than its budget \({budget}\) allows: "
+        rf"{why}.*self\.fit"
+    )
     with pytest.raises(BudgetError, match=message):
         fq.run(Greedy(), perceptron, make_data(perceptron, (6, 6)), fleet, engine, 1)
 
@@ -344,7 +349,7 @@ def test_a_plan_is_compared_once_for_each_budget(perceptron, make_data, monkeypa
     assert len(compared) == 2
 
 
-# --- methods that ignore budgets, or leave clients out ----------------------------------------------------------
+# --- methods that ignore budgets, or leave clients out ------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -377,9 +382,8 @@ def test_devices_are_counted_and_reported_once_however_often_a_run_is_trained(
 
     fleet = fq.Fleet.of([1.0, *(0.2 + 0.001 * place for place in range(99))], 100, 1)
     run = fq.prepare(Counted(), perceptron, make_data(perceptron, (2,) * 100), fleet)
-    assert (
-        len(set(counted)) == 64
-    )  # a run is ready without a look at every budget of the population
+    # a run is ready without a look at every budget of the population
+    assert len(set(counted)) == 64
     for rounds in (1, 2, 3):
         run.train(rounds)
     told = "99 of 100 devices cannot hold the net that they train"

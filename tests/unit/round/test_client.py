@@ -1,4 +1,6 @@
-"""What one client does: the order of its steps, and what an engine may report about clients that are not there."""
+"""What one client does: the order of its steps, and what an engine may report about clients that
+are not there.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ import fedquilt as fq
 from fedquilt.data.federated import Scale
 from fedquilt.engines import Sequential
 from fedquilt.errors import ConfigError
-from fedquilt.fleets import Uniform
+from fedquilt.fleets.availability import Trace
+from fedquilt.fleets.budgets import Uniform
 from fedquilt.methods import FedRolex
-from fedquilt.round import play
-from fedquilt.round.availability import Trace
+from fedquilt.round import run_round
 
 PACKAGE = Path(fq.__file__).parent
 STEPS = {
@@ -50,7 +52,7 @@ def test_a_round_enters_the_steps_of_each_client_once_and_in_order(residual, mak
     fleet = fq.Fleet.of((1.0, 0.5, 0.25), 3, 3)
     run = fq.prepare(FedRolex(), residual, make_data(residual, (6, 7, 8)), fleet, "sequential")
     never = fq.Evaluation(every=0)
-    calls = entered(lambda: play(run.federation, run.server, fleet, run.engine, 2, never))
+    calls = entered(lambda: run_round(run.federation, run.server, fleet, run.engine, 2, never))
 
     steps = [name for file, name in calls if STEPS.get(name) == Path(file).name]
     assert steps == [*STEPS] * 3
@@ -110,34 +112,37 @@ def test_clients_that_do_not_answer_are_counted_and_named(perceptron, make_data,
 @pytest.mark.parametrize("unknown", [4, -1])
 def test_an_unknown_client_that_is_online_is_refused(unknown):
     fleet = fq.Fleet.of((1.0,), 4, 4)
-    told = f"Engine.online reported client {unknown}, .* the fleet has 4 clients, which are numbered from 0 to 3"
+    told = (
+        f"Engine.online reported client {unknown}, .* the fleet has 4 clients, which are "
+        "numbered from 0 to 3"
+    )
     with pytest.raises(ConfigError, match=told):
-        fleet.cohort(0, 0, sorted([0, 2, unknown]))
+        fleet.draw_cohort(0, 0, sorted([0, 2, unknown]))
 
 
 def test_a_cohort_is_drawn_from_clients_that_are_online_and_available(tmp_path):
     fleet = fq.Fleet.of(Uniform((1.0,)), 20, 3)
-    drawn = [fleet.cohort(round, 0, [1, 5, 8, 13]) for round in range(30)]
+    drawn = [fleet.draw_cohort(round, 0, [1, 5, 8, 13]) for round in range(30)]
     assert all(len(cohort) == 3 and cohort == sorted(cohort) for cohort in drawn)
     assert {client for cohort in drawn for client in cohort} == {1, 5, 8, 13}
-    assert fleet.cohort(0, 0, [7]) == [7]
-    assert fleet.cohort(0, 0, []) == []
-    assert fleet.cohort(4, 0, list(range(20))) == fleet.cohort(4, 0)
+    assert fleet.draw_cohort(0, 0, [7]) == [7]
+    assert fleet.draw_cohort(0, 0, []) == []
+    assert fleet.draw_cohort(4, 0, list(range(20))) == fleet.draw_cohort(4, 0)
 
     file = tmp_path / "trace.csv"
     file.write_text("client,start,end\n1,0,2\n5,1,3\n")
-    traced = fq.Fleet.of(Uniform((1.0,)), 20, 3, available=Trace(str(file)))
-    assert [traced.cohort(round, 0, [1, 5, 8]) for round in range(3)] == [[1], [1, 5], [5]]
+    traced = fq.Fleet.of(Uniform((1.0,)), 20, 3, availability=Trace(str(file)))
+    assert [traced.draw_cohort(round, 0, [1, 5, 8]) for round in range(3)] == [[1], [1, 5], [5]]
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_runs_share_an_engine_in_any_order(engine, residual, make_data):
     """Every call names its federation, so that nothing is left of another run's."""
     data, fleet = make_data(residual, (6, 7, 8)), fq.Fleet.of((1.0, 0.5), 3, 3)
     never = fq.Evaluation(every=0)
     options = {"precision": "fp64", "evaluation": never}
     first = fq.prepare(FedRolex(), residual, data, fleet, engine, seed=1, **options)
-    lossy = fq.Link(loss=fq.Columns(0.3))
+    lossy = fq.Link(loss=fq.links.ColumnLoss(0.3))
     second = fq.prepare(
         fq.methods.FedAvg(), residual, data, fleet, first.engine, 2, evaluation=never, link=lossy
     )
@@ -160,7 +165,7 @@ def test_runs_share_an_engine_in_any_order(engine, residual, make_data):
 def test_an_engine_is_not_reused_for_data_that_differs_in_anything(residual, make_data):
     """Samples at the same place may have another scale, domains or public samples."""
     data, fleet = make_data(residual, (6, 7, 8)), fq.Fleet.of((1.0,), 3, 3)
-    run = fq.prepare(FedRolex(), residual, data, fleet, "vectorised", precision="fp64")
+    run = fq.prepare(FedRolex(), residual, data, fleet, "vectorized", precision="fp64")
     assert fq.prepare(FedRolex(), residual, data, fleet, run.engine).engine is run.engine
     assert fq.prepare(FedRolex(), residual, run.data, fleet, run.engine).engine is run.engine
     scale = Scale(torch.full((1, 1, 1), 0.5), torch.full((1, 1, 1), 2.0))
@@ -185,11 +190,11 @@ def test_an_engine_is_not_reused_for_data_that_differs_in_anything(residual, mak
 def test_an_engine_refuses_every_federation_that_does_not_fit_it(residual, make_data):
     data, fleet = make_data(residual, (6, 7)), fq.Fleet.of((1.0,), 2, 2)
     run = fq.prepare(FedRolex(), residual, data, fleet, "sequential").train(1)
-    double = fq.Federation(fq.World(residual, precision="fp64"), FedRolex())
-    attacking = FedRolex().with_local(adversarial=fq.AdversarialTraining())
+    double = fq.methods.api.Federation(fq.methods.api.World(residual, precision="fp64"), FedRolex())
+    attacking = FedRolex().with_local(adversarial=fq.attacks.AdversarialTraining())
     for federation, said in (
         (double, "a federation in fp64"),
-        (fq.Federation(run.world, attacking), "attack"),
+        (fq.methods.api.Federation(run.world, attacking), "attack"),
     ):
         for _ in range(2):
             with pytest.raises(fq.errors.FedquiltError, match=said):
@@ -212,4 +217,4 @@ def test_no_module_outside_engines_assigns_to_an_engine():
             for line in text.splitlines()
             if line.strip().startswith(("run.engine.", "engine.")) and " = " in line
         ], file
-    assert "isinstance(run.engine" not in (PACKAGE / "config.py").read_text()
+    assert "isinstance(run.engine" not in (PACKAGE / "runs" / "experiment.py").read_text()

@@ -71,7 +71,7 @@ def test_tables_show_labels_and_files_keep_shares(residual, make_data, play):
     assert run.summary["labels"] == {"0.5": f"{amount(macs)} MACs"}
     console = Console(file=io.StringIO(), width=200)
     show_result(console, run.summary)
-    show_clients(console, run.clientwise())
+    show_clients(console, run.per_client())
     lines = [line.split("  ")[0] for line in console.file.getvalue().splitlines()]
     assert lines.count(f"{amount(macs)} MACs") == 2
     assert "0.5" not in lines
@@ -91,7 +91,7 @@ def test_results_lead_back_to_the_budgets_that_were_given(residual, make_data, p
     assert devices == {"0.5": [{"macs": macs}, {"macs": macs + 1}], "1.0": [{"memory": 1e12}]}
 
 
-# --- what depends on the number of rounds ---------------------------------------------------------------------------
+# --- what depends on the number of rounds -------------------------------------------------------
 
 
 @dataclass(frozen=True)

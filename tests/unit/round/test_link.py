@@ -14,20 +14,22 @@ from fedquilt.axes import Index, Positions
 from fedquilt.errors import ConfigError
 from fedquilt.family.cut import prefix
 from fedquilt.round.federation import World
-from fedquilt.round.link import LINKS, Trip
+from fedquilt.round.link import LINKS, Transmission
 from fedquilt.terms import Arch, Submodel
 from tests.conftest import _traced
 from tests.unit.family import cuts
 
 
-def trip_of(family, client=0, round=0, up=True, submodel=None, seed=0) -> Trip:
-    job = fq.Job(
-        fq.Client(client, fq.Budget(share=1.0), 1), submodel or prefix(family.whole), round
+def trip_of(family, client=0, round=0, up=True, submodel=None, seed=0) -> Transmission:
+    job = fq.methods.api.Job(
+        fq.methods.api.Client(client, fq.Budget(share=1.0), 1),
+        submodel or prefix(family.whole),
+        round,
     )
-    return Trip(World(family, seed), job, up=up)
+    return Transmission(World(family, seed), job, up=up)
 
 
-# --- columns ----------------------------------------------------------------------------------------------------
+# --- columns ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -40,16 +42,18 @@ def test_a_member_has_a_column_for_every_eighth_of_the_whole_width(share, count)
         lambda: torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 3)),
         torch.zeros(2, 4),
     )
-    assert fq.Columns().count(wide.member(wide.fit(fq.Budget(share=share)))) == count
-    assert fq.Columns(granularity=0.25).count(wide.member(wide.fit(fq.Budget(share=share)))) == -(
-        -count // 2
-    )
+    assert fq.links.ColumnLoss().count(wide.member(wide.fit(fq.Budget(share=share)))) == count
+    assert fq.links.ColumnLoss(granularity=0.25).count(
+        wide.member(wide.fit(fq.Budget(share=share)))
+    ) == -(-count // 2)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.3, 0.7])
 def test_what_arrives_has_the_truncated_geometric_distribution(rate, perceptron):
-    """Pr{n columns} = (1 − e)^n·e for n < N, and (1 − e)^N for all of them; chi-square over 4,000 draws."""
-    draws, count, loss = 4000, 8, fq.Columns(rate)
+    """Pr{n columns} = (1 − e)^n·e for n < N, and (1 − e)^N for all of them; chi-square over 4,000
+    draws.
+    """
+    draws, count, loss = 4000, 8, fq.links.ColumnLoss(rate)
     seen = Counter(
         loss.arrived(trip_of(perceptron, client, round), count)
         for client in range(40)
@@ -66,10 +70,10 @@ def test_what_arrives_has_the_truncated_geometric_distribution(rate, perceptron)
 @pytest.mark.parametrize(
     ("loss", "lost"),
     [
-        (fq.Columns(0.05), 0.201),
-        (fq.Columns(0.1, 0.2), 0.485),
-        (fq.Columns(0.2, 0.3), 0.662),
-        (fq.Columns(0.3), 0.725),
+        (fq.links.ColumnLoss(0.05), 0.201),
+        (fq.links.ColumnLoss(0.1, 0.2), 0.485),
+        (fq.links.ColumnLoss(0.2, 0.3), 0.662),
+        (fq.links.ColumnLoss(0.3), 0.725),
     ],
     ids=str,
 )
@@ -88,15 +92,17 @@ def test_a_failed_column_ends_the_transmission_so_that_more_is_lost_than_the_rat
 
 
 def test_rates_are_drawn_for_every_column(perceptron):
-    """er uniform in [0, 1]: a column then fails half of the time, and columns independently of each other."""
-    loss, draws = fq.Columns(0.0, 1.0), 4000
+    """er uniform in [0, 1]: a column then fails half of the time, and columns independently of each
+    other.
+    """
+    loss, draws = fq.links.ColumnLoss(0.0, 1.0), 4000
     seen = Counter(loss.arrived(trip_of(perceptron, round=round), 3) for round in range(draws))
     for count, part in enumerate((1 / 2, 1 / 4, 1 / 8, 1 / 8)):
         assert abs(seen[count] - part * draws) < 4 * (draws * part * (1 - part)) ** 0.5
 
 
 def test_rates_may_be_the_clients_own(perceptron):
-    loss = fq.Columns((0.0, 1.0, 0.5))
+    loss = fq.links.ColumnLoss((0.0, 1.0, 0.5))
     assert [loss.rates(client, 0)[0] for client in range(6)] == [0.0, 1.0, 0.5, 0.0, 1.0, 0.5]
     assert {loss.arrived(trip_of(perceptron, 3, round), 8) for round in range(50)} == {8}
     assert {loss.arrived(trip_of(perceptron, 4, round), 8) for round in range(50)} == {0}
@@ -104,7 +110,7 @@ def test_rates_may_be_the_clients_own(perceptron):
 
 def test_draws_depend_on_everything_they_should(perceptron):
     """Seed, client, round, direction and scope."""
-    whole, loss = prefix(perceptron.whole), fq.Columns(0.3)
+    whole, loss = prefix(perceptron.whole), fq.links.ColumnLoss(0.3)
     scoped = Submodel(whole.arch, whole.index, "base1/")
 
     def story(**changes):
@@ -136,11 +142,11 @@ def test_the_first_columns_are_the_first_channels_in_the_submodels_own_order(dat
     rows = {"class": data.draw(cuts.positions(sizes["class"]))} if data.draw(st.booleans()) else {}
     submodel = Submodel(arch, Index({**index, **rows}))
     weights = family.cutter.gather(family.init(0), submodel, family.trainable)
-    loss = fq.Columns(0.5)
+    loss = fq.links.ColumnLoss(0.5)
     count, number = loss.count(family.member(arch)), data.draw(st.integers(0, 10**6))
     trip = trip_of(family, round=number, submodel=submodel)
     arrived = loss.arrived(trip, count)
-    arrival = fq.Link(loss=loss).up(fq.Payload(submodel, weights), trip)
+    arrival = fq.Link(loss=loss).up(fq.methods.api.Payload(submodel, weights), trip)
     if not arrived:
         assert arrival.payload is None
         assert arrival.bytes == 0
@@ -156,9 +162,8 @@ def test_the_first_columns_are_the_first_channels_in_the_submodels_own_order(dat
             assert len(first) == (len(kept) if arrived == count else min(len(kept), most))
     picked = family.cutter.gather(family.init(0), reached, family.trainable)
     assert arrival.bytes == sum(value.nbytes for value in picked.values())
-    assert (
-        arrival.payload.weights.keys() == picked.keys()
-    )  # weights without a width come with the first column
+    # weights without a width come with the first column
+    assert arrival.payload.weights.keys() == picked.keys()
     for name, value in picked.items():
         assert torch.equal(arrival.payload.weights[name], value)
 
@@ -170,12 +175,12 @@ def test_an_axis_that_is_not_named_is_whole(residual):
     assert residual.part(window, 0.5).index["class"] == Positions.prefix(2)
 
 
-# --- clocks -----------------------------------------------------------------------------------------------------
+# --- clocks -------------------------------------------------------------------------------------
 
 
 def test_a_round_takes_as_long_as_its_slowest_client(perceptron, make_data, play):
     """Down, compute and up, by hand: 51 parameters of 8 bytes (fp64), 5 and 7 samples."""
-    clock = fq.Clock(down=(1e3, 2e3), up=5e2, latency=0.25, compute=(1e3, 5e2))
+    clock = fq.links.Clock(down=(1e3, 2e3), up=5e2, latency=0.25, compute=(1e3, 5e2))
     data, method = make_data(perceptron, (5, 7)), fq.methods.FedAvg()
     run = play(method, perceptron, data, link=fq.Link(clock=clock), rounds=1)
     bits, macs = 8 * 8 * 51, 3 * (4 * 6 + 6 * 3)
@@ -185,9 +190,8 @@ def test_a_round_takes_as_long_as_its_slowest_client(perceptron, make_data, play
     assert (
         run.history[0]["link_seconds"] == run.summary["link_seconds"] == run.records[0].link_seconds
     )
-    double = play(
-        fq.methods.FedNova(), perceptron, data, link=fq.Link(clock=clock), rounds=1
-    )  # charged twice
+    # charged twice
+    double = play(fq.methods.FedNova(), perceptron, data, link=fq.Link(clock=clock), rounds=1)
     assert double.records[0].link_seconds > run.records[0].link_seconds
 
 
@@ -201,10 +205,10 @@ def test_without_a_clock_nothing_is_said_of_time(perceptron, make_data, play):
 @pytest.mark.parametrize(
     ("clock", "told"),
     [
-        (fq.Clock(), "20 Mbit/s down, 10 Mbit/s up, 0.05 s each way"),
-        (fq.Clock(1e9, 1.5e5), "1 Gbit/s down, 150 kbit/s up, 0.05 s each way"),
+        (fq.links.Clock(), "20 Mbit/s down, 10 Mbit/s up, 0.05 s each way"),
+        (fq.links.Clock(1e9, 1.5e5), "1 Gbit/s down, 150 kbit/s up, 0.05 s each way"),
         (
-            fq.Clock((50e6, 5e5), 300.0, 0.0),
+            fq.links.Clock((50e6, 5e5), 300.0, 0.0),
             "50 Mbit/s, 500 kbit/s down, 300 bit/s up, 0 s each way",
         ),
     ],
@@ -214,46 +218,54 @@ def test_a_clock_is_told_in_units(clock, told):
 
 
 def test_a_round_without_clients_takes_no_time():
-    assert fq.Clock().slowest({}) == 0.0
+    assert fq.links.Clock().slowest({}) == 0.0
 
 
-# --- what is refused --------------------------------------------------------------------------------------------
+# --- what is refused ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: fq.Columns(1.5), r"Columns: rate = 1\.5 was asked for; it must lie in \[0, 1\]"),
-        (lambda: fq.Columns((0.1, -1.0)), r"rate = -1\.0 was asked for"),
-        (lambda: fq.Columns(()), r"rate = an empty list was asked for; one number for all"),
         (
-            lambda: fq.Columns(0.3, 0.2),
+            lambda: fq.links.ColumnLoss(1.5),
+            r"ColumnLoss: rate = 1\.5 was asked for; it must lie in \[0, 1\]",
+        ),
+        (lambda: fq.links.ColumnLoss((0.1, -1.0)), r"rate = -1\.0 was asked for"),
+        (
+            lambda: fq.links.ColumnLoss(()),
+            r"rate = an empty list was asked for; one number for all",
+        ),
+        (
+            lambda: fq.links.ColumnLoss(0.3, 0.2),
             r"upto = 0\.2 .* at least the rate, 0\.3,.*Set upto too, or upto to none",
         ),
-        (lambda: fq.Columns((0.1, 0.3), 0.2), r"at least the rate, 0\.3"),
+        (lambda: fq.links.ColumnLoss((0.1, 0.3), 0.2), r"at least the rate, 0\.3"),
         (
-            lambda: fq.Columns(granularity=0.0),
+            lambda: fq.links.ColumnLoss(granularity=0.0),
             r"granularity = 0\.0 was asked for; it must lie in \[0\.001, 1\]",
         ),
         (
-            lambda: fq.Clock(down=0.0),
+            lambda: fq.links.Clock(down=0.0),
             r"Clock: down = 0\.0 was asked for; it must lie in \[1, 1e15\]",
         ),
-        (lambda: fq.Clock(up=()), r"up = an empty list"),
-        (lambda: fq.Clock(latency=-1.0), r"latency = -1\.0"),
-        (lambda: fq.Wireless(power=0.0), r"Wireless: power = 0\.0 was asked for"),
-        (lambda: fq.Wireless(distances=(10.0, 0.0)), r"distances = 0\.0 was asked for"),
+        (lambda: fq.links.Clock(up=()), r"up = an empty list"),
+        (lambda: fq.links.Clock(latency=-1.0), r"latency = -1\.0"),
+        (lambda: fq.links.Wireless(power=0.0), r"Wireless: power = 0\.0 was asked for"),
+        (lambda: fq.links.Wireless(distances=(10.0, 0.0)), r"distances = 0\.0 was asked for"),
         (
-            lambda: fq.Wireless(fading="fog"),
+            lambda: fq.links.Wireless(fading="fog"),
             r"fading = 'fog' was asked for; it may be 'rayleigh', 'constant'",
         ),
         (
             lambda: fq.Link(loss=0.1),
-            r"Link: loss = 0\.1 was asked for; fq\.Columns\(0\.1\) or fq\.Wireless\(\) would fit",
+            r"Link: loss = 0\.1 was asked for; fq\.links\.ColumnLoss\(0\.1\) or "
+            r"fq\.links\.Wireless\(\) would "
+            r"fit",
         ),
         (
             lambda: fq.Link(codec=8),
-            r"Link: codec = 8 was asked for; fq\.Codec\(bits=8\) would fit, None for none",
+            r"Link: codec = 8 was asked for; fq\.links\.Codec\(bits=8\) would fit, None for none",
         ),
         (
             lambda: fq.Link(codec="lq8"),
@@ -261,9 +273,9 @@ def test_a_round_without_clients_takes_no_time():
         ),
         (
             lambda: fq.Link(clock=1e6),
-            r"Link: clock = 1000000\.0 was asked for; fq\.Clock\(down=20e6, up=10e6\)",
+            r"Link: clock = 1000000\.0 was asked for; fq\.links\.Clock\(down=20e6, up=10e6\)",
         ),
-        (lambda: fq.Link(loss=fq.Columns), r"loss = <class .*Columns'> was asked for"),
+        (lambda: fq.Link(loss=fq.links.ColumnLoss), r"loss = <class .*ColumnLoss'> was asked for"),
         (
             lambda: fq.Link.preset("lossy"),
             r"there is no link named 'lossy'.*Did you mean 'lossy-mild'",
@@ -279,15 +291,18 @@ def test_links_that_cannot_be_are_refused(make, told):
     ("link", "told"),
     [
         (
-            fq.Link(loss=fq.Columns((0.1,) * 4)),
-            r"Columns: rate has 4 values for 6 clients; one for all, one a client",
+            fq.Link(loss=fq.links.ColumnLoss((0.1,) * 4)),
+            r"ColumnLoss: rate has 4 values for 6 clients; one for all, one a client",
         ),
-        (fq.Link(loss=fq.Columns((0.1,) * 12)), r"rate has 12 values for 6 clients"),
+        (fq.Link(loss=fq.links.ColumnLoss((0.1,) * 12)), r"rate has 12 values for 6 clients"),
         (
-            fq.Link(loss=fq.Wireless(distances=(1.0,) * 5)),
+            fq.Link(loss=fq.links.Wireless(distances=(1.0,) * 5)),
             r"Wireless: distances has 5 values for 6 clients",
         ),
-        (fq.Link(clock=fq.Clock(compute=(1.0,) * 4)), r"Clock: compute has 4 values for 6 clients"),
+        (
+            fq.Link(clock=fq.links.Clock(compute=(1.0,) * 4)),
+            r"Clock: compute has 4 values for 6 clients",
+        ),
         (
             "lossy-mild",
             r"run was given str 'lossy-mild' where a Link belongs, such as fq\.Link\.preset",
@@ -310,13 +325,13 @@ def test_lists_may_begin_again(perceptron, make_data):
             perceptron,
             data,
             fleet,
-            link=fq.Link(loss=fq.Columns((0.1,) * count)),
+            link=fq.Link(loss=fq.links.ColumnLoss((0.1,) * count)),
         )
 
 
 def test_links_say_what_they_do():
     assert str(fq.Link()) == "nothing is lost or coded"
-    assert str(fq.Link(fq.Columns((0.1, 0.2)), fq.Codec(8, 0.25, True))) == (
+    assert str(fq.Link(fq.links.ColumnLoss((0.1, 0.2)), fq.links.Codec(8, 0.25, True))) == (
         "columns that fail, and end the transmission, at a rate of 0.1, 0.2; "
         "8 bits a value for 0.25 of the values, errors fed back"
     )
@@ -339,12 +354,12 @@ def test_a_run_goes_on_only_over_its_link(perceptron, make_data, tmp_path):
 
 
 def test_lists_are_dealt_as_tuples_are():
-    assert fq.Columns([0.1, 0.2]) == fq.Columns((0.1, 0.2))
-    assert hash(fq.Clock(down=[1e6, 2e6], latency=[0.1, 0.2])) == hash(
-        fq.Clock(down=(1e6, 2e6), latency=(0.1, 0.2))
+    assert fq.links.ColumnLoss([0.1, 0.2]) == fq.links.ColumnLoss((0.1, 0.2))
+    assert hash(fq.links.Clock(down=[1e6, 2e6], latency=[0.1, 0.2])) == hash(
+        fq.links.Clock(down=(1e6, 2e6), latency=(0.1, 0.2))
     )
-    assert hash(fq.Wireless(distances=[100.0, 400.0])) == hash(
-        fq.Wireless(distances=(100.0, 400.0))
+    assert hash(fq.links.Wireless(distances=[100.0, 400.0])) == hash(
+        fq.links.Wireless(distances=(100.0, 400.0))
     )
     with pytest.raises(ConfigError, match="an empty list"):
-        fq.Columns([])
+        fq.links.ColumnLoss([])

@@ -1,4 +1,6 @@
-"""Codecs: bytes that are really packed, exact sizes, unbiased values (Konečný et al. 2016; ProgFed, Table 10)."""
+"""Codecs: bytes that are really packed, exact sizes, unbiased values (Konečný et al. 2016; ProgFed,
+Table 10).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 import fedquilt as fq
 from fedquilt.errors import ConfigError
 from fedquilt.round.federation import World
-from fedquilt.round.link import PERFECT, Trip
+from fedquilt.round.link import PERFECT, Transmission
 from fedquilt.round.link.codec import ChangeSpec, Codec, pack, unpack
 
 LENGTHS = (40, 7, 1, 16)
@@ -37,7 +39,7 @@ def coded(
     return codec.decode(message, spec)
 
 
-# --- bytes ---------------------------------------------------------------------------------------------------------
+# --- bytes --------------------------------------------------------------------------------------
 
 
 @given(
@@ -84,7 +86,9 @@ TABLE_10 = {
 
 @pytest.mark.parametrize("name", TABLE_10)
 def test_table_10s_ratios_come_from_parameter_counts(name):
-    """ProgFed's 77.10 % becomes 19.28 (LQ-8, SP-25), 9.64, 4.82, 7.71 (SP-10) and 1.93 (both); headers come on top."""
+    """ProgFed's 77.10 % becomes 19.28 (LQ-8, SP-25), 9.64, 4.82, 7.71 (SP-10) and 1.93 (both);
+    headers come on top.
+    """
     codec, count, weights = fq.Link.preset(name).codec, 1_000_000, 10
     values = torch.zeros(count)
     message = codec.encode(values, spec_of(values, [count // weights] * weights), (1, 2))
@@ -94,7 +98,7 @@ def test_table_10s_ratios_come_from_parameter_counts(name):
     assert 77.10 * TABLE_10[name] == pytest.approx(table[name], abs=0.006)
 
 
-# --- values --------------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -129,7 +133,9 @@ def test_of_a_sparse_change_exactly_so_many_values_arrive_scaled_up(keep):
 @pytest.mark.parametrize("keep", [1.0, 0.25])
 @pytest.mark.parametrize("bits", [2, 4, 8, 32])
 def test_codecs_are_unbiased(bits, keep):
-    """The mean over many draws lies within the standard errors of the change: the same weights side by side."""
+    """The mean over many draws lies within the standard errors of the change: the same weights side
+    by side.
+    """
     codec, values, draws = Codec(bits, keep), change(), 4000
     spec = spec_of(values, LENGTHS * draws)
     message = codec.encode(values.repeat(draws), spec, (3, 5))
@@ -141,7 +147,9 @@ def test_codecs_are_unbiased(bits, keep):
 
 @given(st.integers(0, 2**32), st.sampled_from([2, 4, 8, 32]), st.sampled_from([1.0, 0.5, 0.1]))
 def test_of_what_arrived_the_values_are_those_of_the_whole(seed, bits, keep):
-    """Scales, mask and rounding are the whole payload's; the bytes are those of the part that arrived."""
+    """Scales, mask and rounding are the whole payload's; the bytes are those of the part that
+    arrived.
+    """
     codec, values = Codec(bits, keep), change(seed % 1000)
     arrives = torch.rand(COUNT, generator=torch.Generator().manual_seed(seed)) < 0.5
     whole, part = coded(codec, values), coded(codec, values, arrives=arrives)
@@ -154,21 +162,23 @@ def test_of_what_arrived_the_values_are_those_of_the_whole(seed, bits, keep):
     )
 
 
-# --- over a link ---------------------------------------------------------------------------------------------------
+# --- over a link --------------------------------------------------------------------------------
 
 
-def trip_of(family, client=0, round=0, up=True) -> Trip:
+def trip_of(family, client=0, round=0, up=True) -> Transmission:
     from fedquilt.family.cut import prefix
 
-    job = fq.Job(fq.Client(client, fq.Budget(share=1.0), 1), prefix(family.whole), round)
-    return Trip(World(family), job, up=up)
+    job = fq.methods.api.Job(
+        fq.methods.api.Client(client, fq.Budget(share=1.0), 1), prefix(family.whole), round
+    )
+    return Transmission(World(family), job, up=up)
 
 
 def test_what_is_coded_is_the_change_from_what_was_received(perceptron):
     trip = trip_of(perceptron)
     known = {name: value.double() for name, value in perceptron.init(0).items()}
     moved = {name: value + 1e-3 for name, value in known.items()}
-    payload = fq.Payload(trip.job.submodel, moved)
+    payload = fq.methods.api.Payload(trip.job.submodel, moved)
     arrival = fq.Link(codec=Codec(bits=2)).up(payload, trip, known)
     for (
         name,
@@ -183,7 +193,7 @@ def test_what_nobody_can_code_is_sent_as_it_is(perceptron):
     """Norm statistics and integer buffers are no changes: only what both sides know is coded."""
     trip, weights = trip_of(perceptron), dict(perceptron.init(0))
     known = {name: value for name, value in weights.items() if name != "last.bias"}
-    payload = fq.Payload(trip.job.submodel, weights)
+    payload = fq.methods.api.Payload(trip.job.submodel, weights)
     arrival = fq.Link(codec=Codec(bits=8)).up(payload, trip, known)
     assert torch.equal(arrival.payload.weights["last.bias"], weights["last.bias"])
     assert arrival.bytes == 3 * 8 + 48 + 3 * 4
@@ -191,21 +201,20 @@ def test_what_nobody_can_code_is_sent_as_it_is(perceptron):
 
 def test_downloads_are_coded_on_request(perceptron):
     trip, weights = trip_of(perceptron, up=False), dict(perceptron.init(0))
-    payload = fq.Payload(trip.job.submodel, weights)
+    payload = fq.methods.api.Payload(trip.job.submodel, weights)
     assert fq.Link(codec=Codec(bits=8)).down(payload, trip, weights).payload is payload
     assert fq.Link(codec=Codec(bits=8, down=True)).down(payload, trip, weights).bytes == 4 * 8 + 51
 
 
 def test_statistics_travel_whole(residual, make_data, play):
-    method = fq.methods.FedAvg(local=fq.Local(batch_size=4, norm="tracked"))
+    method = fq.methods.FedAvg(local=fq.LocalTraining(batch_size=4, norm="tracked"))
     run = play(method, residual, make_data(residual, (8,)), link=fq.Link.preset("lq8"), rounds=1)
     numbers = sum(
         value.numel() for name, value in residual.init(0).items() if name in residual.statistics
     )
     weights = len(residual.trainable)
-    assert run.records[0].bytes_up == 8 * numbers + 8 * weights + residual.count(
-        residual.whole
-    )  # fp64
+    # fp64
+    assert run.records[0].bytes_up == 8 * numbers + 8 * weights + residual.count(residual.whole)
     truth = play(method, residual, make_data(residual, (8,)), rounds=1)
     for name in residual.statistics:
         assert torch.equal(run.server.weights[name], truth.server.weights[name])
@@ -221,14 +230,16 @@ def test_every_message_has_draws_of_its_own(perceptron):
     assert len(keys) == 3 * 3 * 2 * 3
 
 
-# --- error feedback ------------------------------------------------------------------------------------------------
+# --- error feedback -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "codec", [Codec(2, 1.0, True), Codec(32, 0.1, True), Codec(4, 0.25, True)], ids=str
 )
 def test_with_feedback_the_sum_of_what_was_sent_tends_to_the_sum_of_changes(codec, perceptron):
-    """What is still owed stays bounded, so that of many rounds nothing is lost; without feedback it grows."""
+    """What is still owed stays bounded, so that of many rounds nothing is lost; without feedback it
+    grows.
+    """
     known = {
         name: torch.zeros_like(value, dtype=torch.float64)
         for name, value in perceptron.init(0).items()
@@ -245,7 +256,7 @@ def test_with_feedback_the_sum_of_what_was_sent_tends_to_the_sum_of_changes(code
             for n, v in known.items()
         }
         arrival = fq.Link(codec=codec).up(
-            fq.Payload(trip.job.submodel, drawn), trip, known, residual
+            fq.methods.api.Payload(trip.job.submodel, drawn), trip, known, residual
         )
         residual = arrival.error
         for name, value in arrival.payload.weights.items():
@@ -260,7 +271,9 @@ def test_with_feedback_the_sum_of_what_was_sent_tends_to_the_sum_of_changes(code
 
 def test_feedback_is_kept_by_the_client_and_added_to_its_next_change(perceptron, make_data, play):
     """One client of a plain mean: the server's weights are all it received, moved and was owed."""
-    method = fq.methods.FedAvg(local=fq.Local(batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.0)))
+    method = fq.methods.FedAvg(
+        local=fq.LocalTraining(batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.0))
+    )
     data, link = make_data(perceptron, (8,)), fq.Link(codec=Codec(bits=2, feedback=True))
     first = play(method, perceptron, data, rounds=1, link=link)
     owed = first.server.memory[0, ""].slots["residual"]
@@ -276,7 +289,7 @@ def test_feedback_is_kept_by_the_client_and_added_to_its_next_change(perceptron,
 def test_a_client_that_sends_nothing_codes_nothing(perceptron, make_data, play):
     for link in (
         fq.Link.preset("lq8"),
-        fq.Link(loss=fq.Columns(0.5), codec=Codec(8, 0.5, True, True)),
+        fq.Link(loss=fq.links.ColumnLoss(0.5), codec=Codec(8, 0.5, True, True)),
     ):
         run = play(fq.methods.LocalOnly(), perceptron, make_data(perceptron, (5, 5)), link=link)
         assert run.records[0].bytes_up == run.records[0].bytes_down == 0
@@ -284,7 +297,7 @@ def test_a_client_that_sends_nothing_codes_nothing(perceptron, make_data, play):
         assert run.accuracy == truth.accuracy
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
+# --- what is refused ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

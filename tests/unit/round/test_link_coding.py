@@ -10,7 +10,7 @@ import torch
 import fedquilt as fq
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.round.federation import World
-from fedquilt.round.link import BaseCodec, Trip
+from fedquilt.round.link import BaseCodec, Transmission
 from fedquilt.round.link.codec import Codec
 from fedquilt.round.link.coding import MAX_TRIAL_VALUES, _trial_shapes, check_codec, code
 
@@ -40,7 +40,7 @@ class Halved(Plain):
         return super().encode(change / 2, spec, keys)
 
 
-# --- coding named tensors -------------------------------------------------------------------
+# --- coding named tensors -----------------------------------------------------------------------
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -77,13 +77,15 @@ def test_where_nothing_arrives_the_receiver_has_what_it_knew():
 def test_every_message_of_a_transmission_has_keys_of_its_own(perceptron):
     from fedquilt.family.cut import prefix
 
-    job = fq.Job(fq.Client(0, fq.Budget(share=1.0), 1), prefix(perceptron.whole), 0)
-    trip = Trip(World(perceptron), job, up=True)
+    job = fq.methods.api.Job(
+        fq.methods.api.Client(0, fq.Budget(share=1.0), 1), prefix(perceptron.whole), 0
+    )
+    trip = Transmission(World(perceptron), job, up=True)
     assert trip.codec_keys() == (trip.key(2), trip.key(3))  # as in all runs so far
     assert len({*trip.codec_keys(0), *trip.codec_keys(1), *trip.codec_keys(2), trip.key(1)}) == 7
 
 
-# --- codecs that break their contract -------------------------------------------------------
+# --- codecs that break their contract -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_a_codec_that_breaks_its_contract_is_refused_before_a_run(kind, perceptron, make_data):
     data, fleet = make_data(perceptron, (4, 4)), fq.Fleet.of((1.0,), 2, 2)
-    link = fq.Link(fq.Columns(0.5), kind())
+    link = fq.Link(fq.links.ColumnLoss(0.5), kind())
     with pytest.raises(ConfigError, match=rf"^Link: codec = {kind.__name__}\(.*{REFUSED[kind]}"):
         fq.prepare(fq.methods.FedAvg(), perceptron, data, fleet, link=link)
 
@@ -252,7 +254,9 @@ class Tired(Plain):
 
 def test_a_codec_that_fails_later_is_refused_with_client_and_round(perceptron, make_data):
     data, fleet = make_data(perceptron, (4,)), fq.Fleet.of((1.0,), 1, 1)
-    method = fq.methods.FedAvg(local=fq.Local(batch_size=4, optimiser=fq.SGD(lr=100.0)))
+    method = fq.methods.FedAvg(
+        local=fq.LocalTraining(batch_size=4, optimizer=fq.optimizers.SGD(lr=100.0))
+    )
     found = r"CodecError: Tired\.decode returned the shape \(50,\); a tensor of torch\.float32 with"
     told = rf"client 0 \(budget share 1\) failed in round 1 while sending: {found}"
     with pytest.raises(TrainingError, match=told):

@@ -28,7 +28,7 @@ def spec_of(values: torch.Tensor, lengths=LENGTHS, arrives=None) -> ChangeSpec:
     return ChangeSpec(shapes, values.dtype, values.device, arrives)
 
 
-# --- the transform ---------------------------------------------------------------------------
+# --- the transform ------------------------------------------------------------------------------
 
 
 def test_four_values_are_multiplied_by_half_of_sylvesters_matrix():
@@ -40,7 +40,9 @@ def test_four_values_are_multiplied_by_half_of_sylvesters_matrix():
 
 @pytest.mark.parametrize("length", [1, 2, 5, 8])
 def test_the_rotation_of_a_tensor_is_an_orthonormal_matrix(length):
-    """The columns are the rotated unit vectors. Padding adds rows, so there may be more rows than columns."""
+    """The columns are the rotated unit vectors. Padding adds rows, so there may be more rows than
+    columns.
+    """
     columns = [rotate(unit, [length], SEED) for unit in torch.eye(length, dtype=torch.float64)]
     matrix = torch.stack(columns, dim=1)
     assert matrix.shape == (padded(length), length)
@@ -78,7 +80,7 @@ def test_the_inverse_gives_the_change_back(lengths, seed):
     torch.testing.assert_close(found, values, rtol=0, atol=1e-14)
 
 
-# --- the codec -------------------------------------------------------------------------------
+# --- the codec ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -128,7 +130,9 @@ def test_a_rotating_codec_is_unbiased(bits, keep):
 
 
 def test_a_rotation_spreads_a_large_value_so_that_the_error_shrinks():
-    """One value of 1 among values of about 0.01: its range makes the other levels useless at four bits."""
+    """One value of 1 among values of about 0.01: its range makes the other levels useless at four
+    bits.
+    """
     values = 0.01 * torch.randn(1024, generator=torch.Generator().manual_seed(0))
     values[17] = 1.0
     spec = spec_of(values, [1024])
@@ -156,7 +160,7 @@ def test_at_32_bits_nothing_is_rotated():
     [Codec(8, rotate=True), Codec(2, 0.01, rotate=True), Codec(4, feedback=True, rotate=True)],
 )
 def test_rotating_codecs_pass_the_check_before_a_run(codec, perceptron):
-    check_codec(codec, fq.World(perceptron), lossy=True)
+    check_codec(codec, fq.methods.api.World(perceptron), lossy=True)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +205,7 @@ def test_two_bits_with_rotation_and_feedback_are_refused_because_errors_grow():
 
 
 def test_bytes_of_a_run_are_those_of_padded_tensors(perceptron, make_data, play):
-    method = fq.methods.FedAvg(local=fq.Local(batch_size=4))
+    method = fq.methods.FedAvg(local=fq.LocalTraining(batch_size=4))
     link = fq.Link(codec=Codec(8, rotate=True, down=True))
     record = play(method, perceptron, make_data(perceptron, (8,)), link=link, rounds=1).records[0]
     sizes = [padded(value.numel()) for value in perceptron.init(0).values()]

@@ -1,4 +1,6 @@
-"""The radio model of FedResCuE's appendix A.4: its closed forms against Monte-Carlo, and the rates that follow."""
+"""The radio model of FedResCuE's appendix A.4: its closed forms against Monte-Carlo, and the rates
+that follow.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import fedquilt as fq
 from fedquilt.round.link.wireless import needed, outage_poisson, outage_rayleigh
 
 DRAWS = 200_000
-RADIO = fq.Wireless()
+RADIO = fq.links.Wireless()
 BANDWIDTH, POWER, EXPONENT, NOISE = 1.8e6, 0.2, 3.5, 1.057e-12
 
 
@@ -45,12 +47,12 @@ def test_equation_7_with_rayleigh_fading_at_a_fixed_distance(distance, min_rate)
 
 def test_the_documented_rate():
     """At 500 m under Rayleigh fading 8 % of the columns fail."""
-    low, high = fq.Wireless(distances=(500.0,)).rates(0, 0)
+    low, high = fq.links.Wireless(distances=(500.0,)).rates(0, 0)
     assert low == high == pytest.approx(0.08, abs=0.005)
 
 
 def test_farther_is_worse_and_clients_have_their_own_distances():
-    radio = fq.Wireless(distances=(100.0, 400.0, 900.0))
+    radio = fq.links.Wireless(distances=(100.0, 400.0, 900.0))
     rates = [radio.rates(client, 0)[0] for client in range(6)]
     assert rates[0] < rates[1] < rates[2]
     assert rates[3:] == rates[:3]
@@ -59,15 +61,14 @@ def test_farther_is_worse_and_clients_have_their_own_distances():
 def test_distances_are_drawn_evenly_over_a_disc_from_the_seed():
     drawn = torch.tensor([RADIO.distance(client, 3) for client in range(2000)])
     assert drawn.max() <= 600
-    assert (
-        abs(float((drawn < 300).double().mean()) - 0.25) < 0.04
-    )  # half the radius, a quarter of the area
+    # half the radius, a quarter of the area
+    assert abs(float((drawn < 300).double().mean()) - 0.25) < 0.04
     assert RADIO.distance(7, 4) != RADIO.distance(7, 3)
 
 
 def test_rates_nobody_reaches_are_always_lost_and_those_of_the_near_never():
-    hopeless = fq.Wireless(min_rate=1e12)
+    hopeless = fq.links.Wireless(min_rate=1e12)
     assert hopeless.rates(0, 0)[0] == 1.0
     for fading in ("rayleigh", "constant"):
-        assert fq.Wireless(distances=(1.0,), fading=fading).rates(0, 0)[0] < 1e-6
-        assert fq.Wireless(distances=(1e5,), fading=fading).rates(0, 0)[0] > 1 - 1e-6
+        assert fq.links.Wireless(distances=(1.0,), fading=fading).rates(0, 0)[0] < 1e-6
+        assert fq.links.Wireless(distances=(1e5,), fading=fading).rates(0, 0)[0] > 1 - 1e-6

@@ -1,4 +1,6 @@
-"""The position-wise mean against a loop over positions, and server optimisers against their formulas."""
+"""The position-wise mean against a loop over positions, and server optimizers against their
+formulas.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedquilt.axes import Index, Positions, size_of
-from fedquilt.methods import SplitMix
-from fedquilt.round.merge import Mean, Plain, ServerAdam, ServerMomentum, ServerYogi, client_weight
+from fedquilt.errors import ConfigError
+from fedquilt.methods import FedAvg, SplitMix
+from fedquilt.round.merge import (
+    Mean,
+    Merged,
+    Plain,
+    ServerAdam,
+    ServerMomentum,
+    ServerYogi,
+    client_weight,
+)
 from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update
 from tests.unit.family import cuts
 
@@ -25,14 +36,21 @@ few = settings(max_examples=50, deadline=None)
 
 
 def update(
-    submodel: Submodel, seed: int, size: int = 1, steps: int = 1, names=cuts.ONE_NET, pace=1.0
+    submodel: Submodel,
+    seed: int,
+    size: int = 1,
+    steps: int = 1,
+    names=cuts.ONE_NET,
+    effective_steps=1.0,
 ) -> Update:
     """A client that sends random weights at a sub-model's positions."""
     whole = cuts.state(seed, submodel.scope)
     sent = Payload(
         submodel, {n: w.clone() for n, w in cuts.cutter().gather(whole, submodel, names).items()}
     )
-    return Update(Job(Client(seed, Budget(share=1.0), size), submodel, 0), (sent,), steps, pace)
+    return Update(
+        Job(Client(seed, Budget(share=1.0), size), submodel, 0), (sent,), steps, effective_steps
+    )
 
 
 def server(*scopes: str) -> Server:
@@ -89,13 +107,14 @@ def naive_mean(updates: list[Update], old: Server, weighting: str) -> dict[str, 
 
 @st.composite
 def cohorts(draw: st.DrawFn) -> list[Update]:
-    """Up to four clients: their own cuts, scopes, sizes, steps; some send only some weights or some class rows."""
+    """Up to four clients: their own cuts, scopes, sizes, steps; some send only some weights or some
+    class rows.
+    """
     updates = []
     for seed in range(draw(st.integers(1, 4))):
         submodel = draw(cuts.submodels(scopes=("", "base1/")))
-        if draw(
-            st.booleans()
-        ):  # class rows (HeteroFL's masking), or what a broken link let through
+        # class rows (HeteroFL's masking), or what a broken link let through
+        if draw(st.booleans()):
             classes = Positions.chosen(sorted(draw(st.sets(st.integers(0, 4), min_size=1))))
             submodel = replace(submodel, index=Index({**submodel.index, "class": classes}))
         names = tuple(n for n in cuts.ONE_NET if n == "square" or draw(st.booleans()))
@@ -107,7 +126,9 @@ def cohorts(draw: st.DrawFn) -> list[Update]:
 
 @contextmanager
 def max_shared_size(entries: int):
-    """Merge larger weights than this one by one on a CPU: with 10 entries, four of the six weights here."""
+    """Merge larger weights than this one by one on a CPU: with 10 entries, four of the six weights
+    here.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedquilt.round.merge.MAX_SHARED_SIZE", entries)
         yield
@@ -122,9 +143,8 @@ def max_shared_size(entries: int):
     st.sampled_from((0, 10, 1000)),
 )
 def test_mean_is_equation_10_position_by_position(updates, weighting, flat, class_is_cut, entries):
-    if (
-        not class_is_cut
-    ):  # as in a real family: classes are no width, and rows of them are cut one weight at a time
+    # as in a real family: classes are no width, and rows of them are cut one weight at a time
+    if not class_is_cut:
         for place, one in enumerate(updates):
             arch = Arch(
                 tuple(
@@ -181,7 +201,8 @@ def test_joining_partial_folds_is_one_fold(updates, where, weighting):
 def test_adding_a_stack_is_adding_each(submodel, sizes, weighting, paced):
     old = server()
     updates = [
-        update(submodel, seed, size, steps=size, pace=1.0 + size) for seed, size in enumerate(sizes)
+        update(submodel, seed, size, steps=size, effective_steps=1.0 + size)
+        for seed, size in enumerate(sizes)
     ]
     stacked = {n: torch.stack([one.sent[0].weights[n] for one in updates]) for n in cuts.ONE_NET}
     fold = Mean(cuts.cutter(), weighting, paced=paced).begin(old)
@@ -193,7 +214,8 @@ def test_adding_a_stack_is_adding_each(submodel, sizes, weighting, paced):
 def test_a_paced_mean_is_fednovas_formula():
     old, whole = server(), Submodel(Arch(()))
     updates = [
-        update(whole, seed, size, pace=pace) for seed, size, pace in ((0, 1, 2.0), (1, 3, 5.0))
+        update(whole, seed, size, effective_steps=effective_steps)
+        for seed, size, effective_steps in ((0, 1, 2.0), (1, 3, 5.0))
     ]
     found = mean(updates, old, "data", paced=True)
     w, w0, w1 = (
@@ -208,7 +230,7 @@ def test_a_paced_mean_is_fednovas_formula():
 @given(cohorts(), st.sampled_from(WEIGHTINGS))
 def test_a_paced_mean_of_equal_paces_is_the_mean(updates, weighting):
     old = server("", "base1/")
-    paced = [replace(one, pace=3.0) for one in updates]
+    paced = [replace(one, effective_steps=3.0) for one in updates]
     torch.testing.assert_close(
         mean(paced, old, weighting, paced=True),
         mean(updates, old, weighting),
@@ -248,12 +270,14 @@ def test_client_weights_of_appendix_a3():
 
 
 @pytest.mark.parametrize(
-    "options", [{"paced": True}, {"optimiser": ServerMomentum(0.5)}, {"optimiser": ServerAdam()}]
+    "options", [{"paced": True}, {"optimizer": ServerMomentum(0.5)}, {"optimizer": ServerAdam()}]
 )
 def test_norm_statistics_are_averaged_whatever_steps_the_server_takes(options):
     """A momentum step can take a variance below zero; a mean cannot."""
     old, whole = server(), Submodel(Arch(()))
-    updates = [replace(update(whole, seed, steps=seed), pace=float(seed)) for seed in (1, 9)]
+    updates = [
+        replace(update(whole, seed, steps=seed), effective_steps=float(seed)) for seed in (1, 9)
+    ]
     name = "square"
     expected = (updates[0].sent[0].weights[name] + updates[1].sent[0].weights[name]) / 2
     assert torch.allclose(mean(updates, old, plain=frozenset({name}), **options)[name], expected)
@@ -311,7 +335,7 @@ def test_large_weights_have_memory_of_their_own_on_a_cpu(flat, vectors):
     assert len(storages) == vectors  # four large weights, and the small ones in one vector
 
 
-@pytest.mark.parametrize("options", [{}, {"paced": True}, {"optimiser": ServerMomentum()}])
+@pytest.mark.parametrize("options", [{}, {"paced": True}, {"optimizer": ServerMomentum()}])
 @pytest.mark.parametrize("flat", [False, True])
 def test_finishing_twice_gives_the_same(flat, options):
     old = server()
@@ -321,7 +345,7 @@ def test_finishing_twice_gives_the_same(flat, options):
             update(
                 Submodel(Arch((("a", width),)), Index({"a": Positions.prefix(width)})),
                 seed,
-                pace=2.0,
+                effective_steps=2.0,
             )
         )
     first, second = fold.finish(old)[0], fold.finish(old)[0]
@@ -335,21 +359,77 @@ def test_clients_that_count_nothing_leave_the_weights_as_they_were(flat):
     assert all(torch.equal(found[name], old.weights[name]) for name in old.weights)
 
 
-# --- server optimisers ------------------------------------------------------------------------------------------
+# --- server optimizers --------------------------------------------------------------------------
 
 
-def three_rounds(optimiser) -> tuple[list[Tensor], list[Tensor], Server]:
-    """What the server's first square weight was before each of three rounds and after, and the means it was told."""
+def three_rounds(optimizer) -> tuple[list[Tensor], list[Tensor], Server]:
+    """What the server's first square weight was before each of three rounds and after, and the
+    means it was told.
+    """
     now, weights, means = server(), [], []
     for round in range(3):
         weights.append(now.weights["square"])
         one = update(Submodel(Arch(())), round)
         means.append(one.sent[0].weights["square"])
-        fold = Mean(cuts.cutter(), optimiser=optimiser).begin(now)
+        fold = Mean(cuts.cutter(), optimizer=optimizer).begin(now)
         fold.add(one)
         new, slots, *_ = fold.finish(now)
         now = Server(round + 1, new, slots=slots)
     return [*weights, now.weights["square"]], means, now
+
+
+# --- folds of others ----------------------------------------------------------------------------
+
+
+def _without_a_weight(server):
+    return Merged({name: value for name, value in server.weights.items() if name != "first.bias"})
+
+
+@pytest.mark.parametrize(
+    ("finish", "found"),
+    [
+        (lambda server: {}, "a dict in round 1"),
+        (lambda server: None, "a NoneType in round 1"),
+        (lambda server: ({},), "weights without 'first.weight' in round 1"),
+        (lambda server: Merged([]), "a list in place of weights"),
+        (_without_a_weight, "weights without 'first.bias'"),
+        (
+            lambda server: Merged({**server.weights, "more": torch.ones(1)}),
+            "the weight 'more', which the server does",
+        ),
+        (lambda server: Merged({**server.weights, "first.bias": 0}), "a int as 'first.bias'"),
+        (
+            lambda server: Merged(
+                {**server.weights, "first.bias": server.weights["first.bias"][:1]}
+            ),
+            r"'first.bias' as torch.float64 \[1\] in place of torch.float64 \[6\]",
+        ),
+    ],
+)
+def test_a_fold_that_gives_another_state_is_refused(finish, found, perceptron, make_data, play):
+    class Own(FedAvg):
+        def fold(self, server, world):
+            fold = super().fold(server, world)
+            fold.finish = finish
+            return fold
+
+    with pytest.raises(
+        ConfigError, match=f"the fold of Own returned {found}.*finish must return Merged"
+    ):
+        play(Own(), perceptron, make_data(perceptron, (6,)))
+
+
+@pytest.mark.parametrize("fold", [None, object()])
+def test_what_is_no_fold_is_refused(fold, perceptron, make_data, play):
+    class Own(FedAvg):
+        def fold(self, server, world):
+            return fold
+
+    with pytest.raises(
+        ConfigError,
+        match=r"Own.fold returned .* in round 1; a fold has add, add_stack, join, finish",
+    ):
+        play(Own(), perceptron, make_data(perceptron, (6,)))
 
 
 def test_plain_takes_the_mean():
@@ -406,21 +486,21 @@ def test_yogis_mean_square_falls_slower_than_adams():
     assert ServerAdam().step(change, slots)[1]["square"].item() == pytest.approx(0.9901, abs=1e-15)
 
 
-@pytest.mark.parametrize("optimiser", [ServerMomentum(), ServerAdam(), ServerYogi()])
-def test_untouched_positions_keep_weights_and_slots_under_server_optimisers(optimiser):
+@pytest.mark.parametrize("optimizer", [ServerMomentum(), ServerAdam(), ServerYogi()])
+def test_untouched_positions_keep_weights_and_slots_under_server_optimisers(optimizer):
     submodel = Submodel(Arch((("a", 2),)), Index({"a": Positions.window(3, 2, 4)}))
-    _, _, now = three_rounds(optimiser)
-    fold = Mean(cuts.cutter(), optimiser=optimiser).begin(now)
+    _, _, now = three_rounds(optimizer)
+    fold = Mean(cuts.cutter(), optimizer=optimizer).begin(now)
     fold.add(update(submodel, 9))
     weights, slots, *_ = fold.finish(now)
     kept = ~cuts.mask("square", submodel.index)
     assert torch.equal(weights["square"][kept], now.weights["square"][kept])
-    for slot in optimiser.slots:
+    for slot in optimizer.slots:
         assert torch.equal(slots[slot]["square"][kept], now.slots[slot]["square"][kept])
         assert not torch.equal(slots[slot]["square"], now.slots[slot]["square"])
 
 
 def test_a_servers_optimiser_remembers_every_scope(perceptron, make_data, play):
-    method = SplitMix(base=0.5, server=ServerMomentum(0.5))
+    method = SplitMix(base=0.5, server_optimizer=ServerMomentum(0.5))
     run = play(method, perceptron, make_data(perceptron, (6, 6)), engine="sequential")
     assert set(run.server.slots["momentum"]) == set(run.server.weights)

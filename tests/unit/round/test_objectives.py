@@ -11,15 +11,15 @@ from torch.func import grad
 from torch.utils.flop_counter import FlopCounterMode
 
 import fedquilt as fq
-from fedquilt.config import Experiment, assign, demo
+from fedquilt.config.settings import read, write
 from fedquilt.errors import ConfigError
 from fedquilt.family.net import Pass
 from fedquilt.methods import FedAvg, HeteroFL
-from fedquilt.round.attack import PGD, AdversarialTraining
 from fedquilt.round.federation import World
+from fedquilt.round.training.attacks import PGD, AdversarialTraining
 from fedquilt.round.training.filters import Parts
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import (
     RECEIVED,
     Adversarial,
@@ -34,7 +34,7 @@ from fedquilt.round.training.objectives import (
     Wrapping,
     apart,
 )
-from fedquilt.settings import read, write
+from fedquilt.runs.experiment import Experiment, assign, demo
 from fedquilt.terms import Job
 from tests.conftest import assert_same
 
@@ -87,10 +87,11 @@ class NoModules(nullcontext):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_stated_passes_are_those_that_torch_counts(name, perceptron):
-    """Equality, less one product: going back to the weights, torch leaves out the gradient of the samples.
+    """Equality, less one product: going back to the weights, torch leaves out the gradient of the
+    samples.
 
-    A backward pass is stated as two forward passes, one for the gradients of the weights and one for
-    those of every layer's input. The first layer's input is the batch, whose gradient is only
+    A backward pass is stated as two forward passes, one for the gradients of the weights and one
+    for those of every layer's input. The first layer's input is the batch, whose gradient is only
     computed in the steps of an attack. FlopCounterMode counts a multiply-add as two operations.
     """
     objective, member = OBJECTIVES[name], perceptron.member(perceptron.whole)
@@ -119,14 +120,16 @@ def test_stated_passes_are_those_that_torch_counts(name, perceptron):
 
 
 def test_a_wrapped_attack_takes_twenty_passes(perceptron):
-    """Seven steps there and back, and a gradient of clean and of attacked samples, as without the wrapper."""
+    """Seven steps there and back, and a gradient of clean and of attacked samples, as without the
+    wrapper.
+    """
     whole = perceptron.member(perceptron.whole)
     for objective in (OBJECTIVES["adversarial"], OBJECTIVES["wrapped adversarial"]):
-        learner = Learner((Phase(objective),), Local(), 0.1)
+        learner = Learner((Phase(objective),), LocalTraining(), 0.1)
         assert learner.macs(whole, [1]) == 20 * whole.macs
         assert learner.training_step(whole, "fp32").passes == 2
         assert learner.changes_samples(whole)
-    plain = Learner((Phase(OBJECTIVES["wrapped"]),), Local(), 0.1)
+    plain = Learner((Phase(OBJECTIVES["wrapped"]),), LocalTraining(), 0.1)
     assert plain.macs(whole, [1]) == 3 * whole.macs
     assert not plain.changes_samples(whole)
 
@@ -136,9 +139,8 @@ def test_objectives_of_a_sum_share_runs_on_the_batch(perceptron):
     half = whole.nested(0.5)
     assert OBJECTIVES["summed"].passes(whole) == (Passes(whole), Passes(half))
     twice = Summed((Adversarial(TaskLoss(), ATTACK),) * 2)
-    assert (
-        sum(one.macs for one in twice.passes(whole)) == 2 * 20 * whole.macs
-    )  # every attack is searched anew
+    # every attack is searched anew
+    assert sum(one.macs for one in twice.passes(whole)) == 2 * 20 * whole.macs
 
 
 def test_copies_of_the_weights_that_are_read_count_once(perceptron):
@@ -152,7 +154,10 @@ def test_copies_of_the_weights_that_are_read_count_once(perceptron):
         Summed((once, once)),
     ):
         assert objective.copies == {RECEIVED}
-        assert Learner((Phase(objective),), Local(), 0.1).training_step(whole, "fp32").slots == 2
+        assert (
+            Learner((Phase(objective),), LocalTraining(), 0.1).training_step(whole, "fp32").slots
+            == 2
+        )
     assert Proximal(TaskLoss(), 0.0).copies == frozenset()
 
 
@@ -164,7 +169,7 @@ def test_terms_that_run_the_same_nets_stay_together(perceptron):
     assert apart(Doubled(summed), whole) == (Doubled(summed),)
 
 
-# --- a wrapper in a user's file ---------------------------------------------------------------------------------
+# --- a wrapper in a user's file -----------------------------------------------------------------
 
 MINE = """
 from dataclasses import dataclass
@@ -206,16 +211,16 @@ def mine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def local_from(plain) -> Local:
+def local_from(plain) -> LocalTraining:
     problems: list = []
-    local = read(Local, plain, "local", problems)
+    local = read(LocalTraining, plain, "local", problems)
     if problems:
         raise ConfigError("; ".join(f"{one.path}: {one.text}" for one in problems))
-    assert read(Local, write(local), "local", problems) == local
+    assert read(LocalTraining, write(local), "local", problems) == local
     return local
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("attacked", [False, True], ids=["plain", "attacked"])
 def test_a_wrapper_from_a_file_costs_what_it_wraps(
     attacked, engine, mine, perceptron, make_data, play
@@ -265,7 +270,8 @@ def test_a_wrapper_is_chosen_in_a_file_with_its_options(mine):
         ({"name": "mine.py:Tempered", "objective": "proximal"}, "has no such key"),
         (
             "mine.py:NotFrozen",
-            "was asked for as an objective; it is another kind of class. One derived from Wrapping fits.",
+            "was asked for as an objective; it is another kind of class. One derived from Wrapping "
+            "fits.",
         ),
     ],
 )
@@ -276,17 +282,16 @@ def test_a_wrapper_that_does_not_fit_is_refused(objective, told, mine):
 
 
 def test_the_loss_is_put_into_the_innermost_wrapper():
-    nested = Local(masked="batch", objective=Doubled(Mirrored(Proximal(mu=0.5))))
+    nested = LocalTraining(masked="batch", objective=Doubled(Mirrored(Proximal(mu=0.5))))
     assert nested.build_objective() == Doubled(Mirrored(Proximal(MaskedCrossEntropy("batch"), 0.5)))
     assert nested.build_objective(0.5).copies == {RECEIVED}
 
 
 def test_a_wrapper_is_found_by_its_name_in_python(mine):
-    assert Local(objective="proximal").objective == Proximal(
-        mu=0.01
-    )  # FedProx's, and not one without effect
+    # FedProx's, and not one without effect
+    assert LocalTraining(objective="proximal").objective == Proximal(mu=0.01)
     assert local_from({"objective": "proximal"}).objective == Proximal(mu=0.01)
-    assert type(Local(objective="mine.py:Tempered").objective).__name__ == "Tempered"
+    assert type(LocalTraining(objective="mine.py:Tempered").objective).__name__ == "Tempered"
 
 
 @pytest.mark.parametrize(
@@ -299,7 +304,8 @@ def test_a_wrapper_is_found_by_its_name_in_python(mine):
         ),
         (
             TaskLoss(),
-            r"TaskLoss\(share=None\) was asked for; an instance of a class derived from Wrapping fits",
+            r"TaskLoss\(share=None\) was asked for; an instance of a class derived from Wrapping "
+            r"fits",
         ),
         (
             Doubled(MaskedCrossEntropy()),
@@ -310,8 +316,8 @@ def test_a_wrapper_is_found_by_its_name_in_python(mine):
     ids=["unknown", "class", "plain", "filled", "file"],
 )
 def test_what_is_no_wrapper_is_refused_in_python(objective, told, mine):
-    with pytest.raises(ConfigError, match=f"Local: objective = .*{told}"):
-        Local(objective=objective)
+    with pytest.raises(ConfigError, match=f"LocalTraining: objective = .*{told}"):
+        LocalTraining(objective=objective)
 
 
 def test_a_proximal_weight_below_zero_is_refused():
@@ -321,7 +327,7 @@ def test_a_proximal_weight_below_zero_is_refused():
         Proximal(mu=-1)
 
 
-# --- objectives that do not do what they state, before the first round ------------------------------------------
+# --- objectives that do not do what they state, before the first round --------------------------
 
 
 @dataclass(frozen=True)
@@ -356,24 +362,26 @@ class Faulty(Wrapping):
     [
         (
             "vector",
-            r"returned torch.float64 of shape \(2,\). A tensor with one real number works, of shape \(\)",
+            r"returned torch.float64 of shape \(2,\). A tensor with one real number works, of "
+            r"shape \(\)",
         ),
         ("none", "returned NoneType None. A tensor with one real number works"),
         ("float", r"returned float 1\.\d+. A tensor with one real number works, .* `.item\(\)`"),
         ("integer", r"returned torch.int64 of shape \(\). A tensor with one real number works"),
         (
             "net",
-            r"ran the nested net of share 0.5; its `nets` names the client's own net. .*`member.nested\(0.5\)`",
+            r"ran the nested net of share 0.5; its `nets` names the client's own net. "
+            r".*`member.nested\(0.5\)`",
         ),
         ("list", r"its `nets` returned \[Member.* A tuple of members works, such as \(member,\)"),
         ("raises", "failed on two samples: KeyError: 'no such weight'"),
     ],
 )
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_a_faulty_objective_is_refused_before_the_first_round(
     engine, mistake, told, perceptron, make_data
 ):
-    method = HeteroFL(local=Local(objective=Faulty(mistake=mistake)))
+    method = HeteroFL(local=LocalTraining(objective=Faulty(mistake=mistake)))
     data, fleet = make_data(perceptron, (6, 6)), fq.Fleet.of((1.0, 0.5), 2, 2)
     asked = r"HeteroFL trains by the objective Faulty\(TaskLoss\)"
     with pytest.raises(ConfigError, match=f"(?s){asked}.*{told}"):
@@ -393,7 +401,9 @@ def test_an_objective_is_tried_once_for_each_member_and_draws_nothing(
         fq.Fleet.of([1.0, 0.5, *(0.5 + n / 1000 for n in range(1, 20))], 30),
     )
     before = torch.get_rng_state()
-    fq.prepare(HeteroFL(local=Local(objective=Faulty(mistake="draws"))), perceptron, data, fleet)
+    fq.prepare(
+        HeteroFL(local=LocalTraining(objective=Faulty(mistake="draws"))), perceptron, data, fleet
+    )
     assert torch.equal(torch.get_rng_state(), before)
     assert len(tried) == len({member.arch for member in tried}) == 2
 
@@ -411,7 +421,7 @@ def test_a_phase_without_an_objective_is_refused(perceptron, make_data):
         fq.prepare(Bare(), perceptron, make_data(perceptron, (6,)), fq.Fleet.of((1.0,), 1))
 
 
-# --- downloads and uploads --------------------------------------------------------------------------------------
+# --- downloads and uploads ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -428,10 +438,10 @@ def test_downloads_and_uploads_have_filters_of_their_own(link, make_data, play, 
     family = fq.trace(perceptron._factory, perceptron.example_inputs, parts={"head": ["last"]})
     member = family.member(family.whole)
     head = sum(member.family.parameters[name].numel() for name in ("last.weight", "last.bias"))
-    method = HeadOnly(local=Local(batch_size=4))
+    method = HeadOnly(local=LocalTraining(batch_size=4))
     data = make_data(family, (8, 6, 6))
     truth = play(method, family, data, link=fq.Link.preset(link))
-    for engine in ("sequential", "vectorised"):
+    for engine in ("sequential", "vectorized"):
         run = play(method, family, data, engine=engine, link=fq.Link.preset(link))
         assert_same(truth, run)
         assert torch.equal(
@@ -447,10 +457,10 @@ def test_downloads_and_uploads_have_filters_of_their_own(link, make_data, play, 
 
 def test_a_client_downloads_what_it_uploads_unless_told_otherwise(residual):
     member = residual.member(residual.whole)
-    plain = Learner((Phase(),), Local(), 0.1, send=Parts(("norm",)))
+    plain = Learner((Phase(),), LocalTraining(), 0.1, send=Parts(("norm",)))
     assert plain.received(member) == plain.sent(member)
     other = replace(plain, receive=Parts(("norm",), other=True))
     assert set(other.received(member)) == set(member.trainable) - set(plain.sent(member))
     assert other.sent(member) == plain.sent(member)
-    tracked = replace(plain, local=Local(norm="local"), receive=Parts((), other=True))
+    tracked = replace(plain, local=LocalTraining(norm="per_client"), receive=Parts((), other=True))
     assert not set(member.statistics) & set(tracked.received(member))

@@ -12,14 +12,14 @@ from fedquilt.axes import Index, Positions
 from fedquilt.errors import SubmodelError, TrainingError
 from fedquilt.methods import FedAvg, FedRolex, HeteroFL, LocalOnly
 from fedquilt.round.federation import World
-from fedquilt.round.link import PERFECT, Arrival, Link, Trip
+from fedquilt.round.link import PERFECT, Arrival, Link, Transmission
 from fedquilt.terms import Server
 from tests.conftest import LOCAL, assert_same, start_of, with_local
 
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_record_counts_bytes_clients_and_multiply_adds(engine, perceptron, play, make_data):
-    method = fq.methods.HeteroFL(local=fq.Local(batch_size=4, epochs=2))
+    method = fq.methods.HeteroFL(local=fq.LocalTraining(batch_size=4, epochs=2))
     data = make_data(perceptron, (5, 7))
     run = play(
         method, perceptron, data, (1.0, 0.5), engine=engine, evaluation=fq.Evaluation(every=2)
@@ -28,9 +28,8 @@ def test_a_record_counts_bytes_clients_and_multiply_adds(engine, perceptron, pla
     whole, half = 4 * 6 + 6 + 6 * 3 + 3, 4 * 3 + 3 + 3 * 3 + 3
     assert first.clients == 2
     assert first.bytes_down == first.bytes_up == 8 * (whole + half)
-    assert first.macs == 2 * 3 * (
-        5 * (4 * 6 + 6 * 3) + 7 * (4 * 3 + 3 * 3)
-    )  # epochs, forward + backward, samples
+    # epochs, forward + backward, samples
+    assert first.macs == 2 * 3 * (5 * (4 * 6 + 6 * 3) + 7 * (4 * 3 + 3 * 3))
     assert (first.round, second.round) == (1, 2)
     assert not first.grades.accuracy
     assert set(second.grades.accuracy) == {"1.0", "0.5"}
@@ -41,8 +40,12 @@ def test_a_record_counts_bytes_clients_and_multiply_adds(engine, perceptron, pla
 
 
 def test_the_loss_is_the_mean_of_the_clients_mean_losses(perceptron, play, make_data):
-    """With a learning rate of almost nothing, it is the initial net's loss on each client's batches."""
-    method = FedAvg(local=fq.Local(batch_size=4, optimiser=fq.SGD(lr=1e-12, momentum=0.0)))
+    """With a learning rate of almost nothing, it is the initial net's loss on each client's
+    batches.
+    """
+    method = FedAvg(
+        local=fq.LocalTraining(batch_size=4, optimizer=fq.optimizers.SGD(lr=1e-12, momentum=0.0))
+    )
     run = play(method, perceptron, make_data(perceptron, (8, 4)), rounds=1)
     model = perceptron.module(perceptron.whole, run.server.weights)
     data = run.data
@@ -56,7 +59,7 @@ def test_the_loss_is_the_mean_of_the_clients_mean_losses(perceptron, play, make_
 
 def test_training_goes_on_from_where_it_stands(residual, make_data, play):
     data, fleet = make_data(residual, (5, 6, 4)), fq.Fleet.of((1.0, 0.5), 3, 2, dynamic=True)
-    method = with_local(FedRolex(), batch_size=4, norm="local")
+    method = with_local(FedRolex(), batch_size=4, norm="per_client")
     at_once = play(method, residual, data, fleet=fleet, rounds=3)
     in_parts = play(
         method, residual, data, fleet=fleet, rounds=1, evaluation=fq.Evaluation(every=0)
@@ -81,7 +84,7 @@ def test_watching_sees_every_round(perceptron, make_data, play):
     assert seen == run.records
 
 
-# --- plans that do not fit --------------------------------------------------------------------------------------
+# --- plans that do not fit ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,11 @@ class Planned(FedAvg):
             Positions.prefix(80),
             r"client 0 \(budget share 1\) was planned 80 channels .* 'first', which has 6",
         ),
-        (Positions(((0, 3), (0, 3))), "distinct"),
+        (
+            Positions(((0, 3), (0, 3))),
+            "6 channels with position 0 2 times on axis 'first', which has 6. Any 6 distinct",
+        ),
+        (Positions(((-1, 5),)), "6 channels with position -1 on axis 'first'"),
         (Positions.prefix(3), "its member has 6"),
     ],
 )
@@ -114,23 +121,39 @@ def test_a_plan_that_does_not_fit_names_client_and_axis(
         play(Planned(positions=positions), perceptron, make_data(perceptron, (4,)), engine=engine)
 
 
+def test_a_plan_for_a_scope_that_the_state_lacks_is_refused(perceptron, make_data, play):
+    class Elsewhere(FedAvg):
+        def plan(self, server, client, world):
+            return [
+                replace(submodel, scope="twin/") for submodel in super().plan(server, client, world)
+            ]
+
+    with pytest.raises(
+        SubmodelError, match="was planned a net of the scope 'twin/'; the server's state has ''"
+    ):
+        play(Elsewhere(), perceptron, make_data(perceptron, (4,)))
+
+
 def test_a_plan_on_an_axis_the_family_does_not_have_lists_those_it_has(perceptron):
-    submodel = fq.Submodel(perceptron.whole, Index({"nowhere": Positions.prefix(1)}))
+    submodel = fq.methods.api.Submodel(perceptron.whole, Index({"nowhere": Positions.prefix(1)}))
     with pytest.raises(
         SubmodelError, match=r"client 3 was planned positions on axis 'nowhere'; axes here: first"
     ):
         perceptron.check(submodel, "client 3")
 
 
-# --- links ------------------------------------------------------------------------------------------------------
+# --- links --------------------------------------------------------------------------------------
 
 
 def test_a_perfect_link_changes_nothing_and_counts_bytes(perceptron):
-    submodel = fq.Submodel(perceptron.whole)
-    payload = fq.Payload(
+    submodel = fq.methods.api.Submodel(perceptron.whole)
+    payload = fq.methods.api.Payload(
         submodel, {"a": torch.zeros(3, 4), "b": torch.zeros(2, dtype=torch.float64)}
     )
-    trip = Trip(World(perceptron), fq.Job(fq.Client(0, fq.Budget(share=1.0), 1), submodel, 0))
+    trip = Transmission(
+        World(perceptron),
+        fq.methods.api.Job(fq.methods.api.Client(0, fq.Budget(share=1.0), 1), submodel, 0),
+    )
     for way in (PERFECT.down, PERFECT.up):
         arrival = way(payload, trip)
         assert arrival.payload is payload
@@ -139,7 +162,9 @@ def test_a_perfect_link_changes_nothing_and_counts_bytes(perceptron):
 
 @dataclass(frozen=True)
 class Tailless(Link):
-    """Loses the last kept channels of the axis `first`: so many on the way down, so many on the way up."""
+    """Loses the last kept channels of the axis `first`: so many on the way down, so many on the way
+    up.
+    """
 
     cutter: object = None
     lost_down: int = 0
@@ -163,7 +188,7 @@ class Tailless(Link):
             {**payload.submodel.index, "first": kept.take(Positions.prefix(len(kept) - lost))}
         )
         weights = self.cutter.narrow(payload.weights, payload.submodel.index, index)
-        return fq.Payload(replace(payload.submodel, index=index), weights)
+        return fq.methods.api.Payload(replace(payload.submodel, index=index), weights)
 
 
 def with_link(method, family, data, engine, rounds=1, **lost) -> fq.Run:
@@ -177,7 +202,7 @@ def with_link(method, family, data, engine, rounds=1, **lost) -> fq.Run:
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_what_does_not_come_back_does_not_count(engine, perceptron, make_data):
-    method, data = fq.methods.HeteroFL(local=fq.Local()), make_data(perceptron, (5, 5))
+    method, data = fq.methods.HeteroFL(local=fq.LocalTraining()), make_data(perceptron, (5, 5))
     whole, lossy = (with_link(method, perceptron, data, engine, lost_up=lost) for lost in (0, 2))
     bias, lost = whole.server.weights["first.bias"], lossy.server.weights["first.bias"]
     torch.testing.assert_close(lost[:4], bias[:4], rtol=0, atol=1e-14)
@@ -187,7 +212,10 @@ def test_what_does_not_come_back_does_not_count(engine, perceptron, make_data):
     fold = method.fold(start, whole.world)
     perfect = replace(whole.federation, link=PERFECT)
     whole.engine.train(
-        perfect, start, [fq.Job(client, method.plan(start, client, whole.world)[0], 0)], fold
+        perfect,
+        start,
+        [fq.methods.api.Job(client, method.plan(start, client, whole.world)[0], 0)],
+        fold,
     )
     own = fold.finish(start)[0]["first.bias"]
     torch.testing.assert_close(lost[4:], 2 * bias[4:] - own[4:], rtol=0, atol=1e-13)
@@ -195,11 +223,15 @@ def test_what_does_not_come_back_does_not_count(engine, perceptron, make_data):
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_what_does_not_arrive_is_taken_from_memory_or_the_beginning(engine, perceptron, make_data):
-    """With nothing in memory the missing tail starts from the initial weights, as if it had never been trained."""
-    method = with_local(FedAvg(), optimiser=fq.SGD(lr=0.1, momentum=0.0))
+    """With nothing in memory the missing tail starts from the initial weights, as if it had never
+    been trained.
+    """
+    method = with_local(FedAvg(), optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.0))
     data = make_data(perceptron, (5, 5))
     run = with_link(method, perceptron, data, engine, rounds=2, lost_down=2)
-    job = fq.Job(run.fleet.client(0, 2, 0, 5), method.plan(run.server, None, run.world)[0], 2)
+    job = fq.methods.api.Job(
+        run.fleet.client(0, 2, 0, 5), method.plan(run.server, None, run.world)[0], 2
+    )
     start = start_of(run, job)
     fresh = method.init(run.world).weights
     assert torch.equal(start.state["first.bias"][:4], run.server.weights["first.bias"][:4])
@@ -210,7 +242,8 @@ def test_what_does_not_arrive_is_taken_from_memory_or_the_beginning(engine, perc
 
 @pytest.mark.parametrize("engine", sorted(set(LOCAL) - {"sequential"}))
 @pytest.mark.parametrize(
-    "method", [FedAvg(), HeteroFL(), LocalOnly(), FedRolex(local=fq.Local(norm="local"))]
+    "method",
+    [FedAvg(), HeteroFL(), LocalOnly(), FedRolex(local=fq.LocalTraining(norm="per_client"))],
 )
 def test_engines_agree_on_lossy_links(engine, method, perceptron, make_data):
     data = make_data(perceptron, (5, 7, 5), labels=2)
@@ -221,12 +254,12 @@ def test_engines_agree_on_lossy_links(engine, method, perceptron, make_data):
     assert_same(*runs)
 
 
-# --- memories ---------------------------------------------------------------------------------------------------
+# --- memories -----------------------------------------------------------------------------------
 
 
 def test_windows_that_do_not_meet_remember_nothing_of_each_other(residual, play, make_data):
     """A rolling window with norms of its own: positions it never held start from the beginning."""
-    method = FedRolex(shift=2, local=fq.Local(batch_size=4, norm="local"))
+    method = FedRolex(shift=2, local=fq.LocalTraining(batch_size=4, norm="per_client"))
     runs = [
         play(method, residual, make_data(residual, (5, 5)), (0.5,), engine=e, rounds=3)
         for e in LOCAL
@@ -236,7 +269,9 @@ def test_windows_that_do_not_meet_remember_nothing_of_each_other(residual, play,
 
 
 def test_a_failed_round_changes_nothing(perceptron, make_data):
-    method = with_local(LocalOnly(), optimiser=fq.SGD(lr=1e200, momentum=0.0), batch_size=2)
+    method = with_local(
+        LocalOnly(), optimizer=fq.optimizers.SGD(lr=1e200, momentum=0.0), batch_size=2
+    )
     data, fleet = make_data(perceptron, (6, 6)), fq.Fleet.of((1.0,), 2, 2)
     for engine in LOCAL:
         run = fq.prepare(method, perceptron, data, fleet, engine, precision="fp64")

@@ -11,16 +11,15 @@ from torch import nn
 from torch.func import functional_call
 
 import fedquilt as fq
-from fedquilt.engines import Vectorised
+from fedquilt.engines import Vectorized
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.family.cut import prefix
 from fedquilt.family.net import Pass
-from fedquilt.files import Blob
 from fedquilt.methods import FedAvg, HeteroFL
-from fedquilt.round.link import Trip
+from fedquilt.round.link import Transmission
 from fedquilt.round.merge import ExtrasMean, Fold, Mean, ServerMomentum, Stateful, Sum, as_weights
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import TaskLoss, View
 from fedquilt.round.training.passes import (
     ClientPass,
@@ -30,15 +29,16 @@ from fedquilt.round.training.passes import (
     StatisticsPass,
 )
 from fedquilt.round.training.state import Left, MethodState, Trained
-from fedquilt.tensor_files import TensorFile, read_state
-from fedquilt.terms import Client, Job, Memory, Payload, Server, Update
+from fedquilt.storage.files import Blob
+from fedquilt.storage.tensor_files import TensorFile, read_state
+from fedquilt.terms import Client, ClientState, Job, Payload, Server, Update
 from tests.conftest import assert_same
 from tests.engines.test_links import LINKS
 
 CPU = torch.device("cpu")
 RAGGED = (7, 4, 9, 5, 8, 4)
 SHARES = (1.0, 0.5, 0.25)
-LOCAL = fq.Local(batch_size=4, optimiser=fq.SGD(lr=0.1))
+LOCAL = fq.LocalTraining(batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1))
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,17 @@ class Everything(MethodState):
 class Stating(HeteroFL):
     """HeteroFL with state of all kinds."""
 
-    local: Local = LOCAL
+    local: LocalTraining = LOCAL
     state: MethodState = field(default=Everything(), metadata={"setting": False})
 
-    def init(self, world: fq.World) -> Server:
+    def init(self, world: fq.methods.api.World) -> Server:
         server = super().init(world)
         zeros = {name: torch.zeros_like(value) for name, value in server.weights.items()}
         return replace(
             server, slots={"sum": zeros}, extras={"table": torch.zeros(3, 3, dtype=world.dtype)}
         )
 
-    def learner(self, job: Job, world: fq.World) -> Learner:
+    def learner(self, job: Job, world: fq.methods.api.World) -> Learner:
         before = (LossPass(), LogitsPass())
         return replace(
             super().learner(job, world),
@@ -95,9 +95,9 @@ class Stating(HeteroFL):
             after=(LossPass(name="later"),),
         )
 
-    def fold(self, server: Server, world: fq.World) -> Fold:
+    def fold(self, server: Server, world: fq.methods.api.World) -> Fold:
         cutter = world.family.cutter
-        mean = Mean(cutter, self.weighting, self.server).begin(server)
+        mean = Mean(cutter, self.weighting, self.server_optimizer).begin(server)
         slot = Sum(cutter, scale=0.1).begin(as_weights(server, "sum"))
         return Stateful(mean, {"sum": slot}, ExtrasMean(cutter, "data"))
 
@@ -110,9 +110,9 @@ def public_data(perceptron, make_data):
 
 
 ENGINES = {
-    "vectorised": lambda data: "vectorised",
+    "vectorized": lambda data: "vectorized",
     **{
-        f"recorded-{layout}": lambda data, layout=layout: Vectorised(
+        f"recorded-{layout}": lambda data, layout=layout: Vectorized(
             data, precision="fp64", record=True, layout=layout
         )
         for layout in ("alone", "laid", "stack")
@@ -171,13 +171,13 @@ def test_state_of_all_kinds_survives_a_stop(link, perceptron, public_data, tmp_p
             link=LINKS.get(link, fq.Link()),
             out=tmp_path / name,
             resume=True,
-            memory_limit=1000,
+            client_state_memory=1000,
         )
 
     for rounds in (1, 3):
         stopped = federate("stopped", rounds)
     assert_same(federate("whole", 3), stopped, atol=0)
-    assert set(fq.load(tmp_path / "stopped").extras) == {"table"}
+    assert set(fq.load_state(tmp_path / "stopped").extras) == {"table"}
 
 
 def test_files_without_extras_are_read():
@@ -187,26 +187,30 @@ def test_files_without_extras_are_read():
     assert (list(state.weights), state.slots, state.extras) == (["a"], {}, {})
 
 
-# --- what a link does to it -----------------------------------------------------------------------------------------
+# --- what a link does to it ---------------------------------------------------------------------
 
 
-def trip_of(family: fq.Family, share: float = 1.0) -> Trip:
+def trip_of(family: fq.Family, share: float = 1.0) -> Transmission:
     submodel = prefix(family.fit(fq.Budget(share=share)))
-    return Trip(fq.World(family), Job(Client(0, fq.Budget(share=share), 1), submodel, 0), up=True)
+    return Transmission(
+        fq.methods.api.World(family),
+        Job(Client(0, fq.Budget(share=share), 1), submodel, 0),
+        up=True,
+    )
 
 
-def sent(family: fq.Family, trip: Trip, **more: Any) -> Payload:
+def sent(family: fq.Family, trip: Transmission, **more: Any) -> Payload:
     weights = family.cutter.gather(family.init(), trip.job.submodel, family.trainable)
     slots = {"control": {name: value + 1 for name, value in weights.items()}}
     return Payload(trip.job.submodel, weights, slots, {"table": torch.arange(5.0)}, **more)
 
 
-class Half(fq.Columns):
+class Half(fq.links.ColumnLoss):
     """A link that loses all columns but some."""
 
     arrive = 2
 
-    def arrived(self, trip: Trip, count: int) -> int:
+    def arrived(self, trip: Transmission, count: int) -> int:
         return self.arrive
 
 
@@ -237,7 +241,7 @@ def test_extras_are_lost_with_the_first_column(perceptron):
 
 def test_slots_are_coded_against_zero_and_extras_on_request(perceptron):
     trip = trip_of(perceptron)
-    link = fq.Link(codec=fq.Codec(bits=8, feedback=True))
+    link = fq.Link(codec=fq.links.Codec(bits=8, feedback=True))
     known = dict(sent(perceptron, trip).weights)
     plain, asked = (
         link.up(sent(perceptron, trip, coded_extras=coded), trip, known)
@@ -254,9 +258,8 @@ def test_slots_are_coded_against_zero_and_extras_on_request(perceptron):
     torch.testing.assert_close(
         asked.payload.extras["table"], torch.arange(5.0), rtol=0, atol=4 / 255 + 1e-6
     )
-    assert plain.bytes - asked.bytes == 5 * 4 - (
-        5 + 8
-    )  # five bytes and two bounds, instead of float32
+    # five bytes and two bounds, instead of float32
+    assert plain.bytes - asked.bytes == 5 * 4 - (5 + 8)
 
 
 def test_messages_of_one_payload_draw_unequal_random_numbers(perceptron):
@@ -264,7 +267,7 @@ def test_messages_of_one_payload_draw_unequal_random_numbers(perceptron):
     weights = {"first.weight": torch.linspace(0, 1, 24).view(6, 4)}
     payload = Payload(trip.job.submodel, weights, {"a": weights, "b": weights})
     arrived = (
-        fq.Link(codec=fq.Codec(bits=2))
+        fq.Link(codec=fq.links.Codec(bits=2))
         .up(payload, trip, {"first.weight": torch.zeros(6, 4)})
         .payload
     )
@@ -278,12 +281,12 @@ def test_sparse_slots_are_scaled_up_although_the_codec_feeds_errors_back(percept
     trip = trip_of(perceptron)
     ones = {"first.weight": torch.ones(6, 4)}
     payload = Payload(trip.job.submodel, ones, {"a": ones})
-    arrived = fq.Link(codec=fq.Codec(keep=0.5, feedback=True)).up(payload, trip, {}).payload
+    arrived = fq.Link(codec=fq.links.Codec(keep=0.5, feedback=True)).up(payload, trip, {}).payload
     assert arrived is not None
     assert float(arrived.slots["a"]["first.weight"].sum()) == pytest.approx(24)
 
 
-# --- folds ----------------------------------------------------------------------------------------------------------
+# --- folds --------------------------------------------------------------------------------------
 
 
 def updates(family: fq.Family) -> tuple[Server, list[Update]]:
@@ -371,14 +374,14 @@ def test_a_fold_of_a_slot_that_the_server_does_not_have_is_refused(perceptron):
 
 def test_a_slot_of_the_servers_optimizer_is_refused(perceptron):
     server, _ = updates(perceptron)
-    mean = Mean(perceptron.cutter, optimiser=ServerMomentum()).begin(server)
+    mean = Mean(perceptron.cutter, optimizer=ServerMomentum()).begin(server)
     with pytest.raises(
         ConfigError, match="'momentum', which the server's optimizer ServerMomentum has"
     ):
         Stateful(mean, {"momentum": Sum(perceptron.cutter)})
 
 
-# --- one by one -----------------------------------------------------------------------------------------------------
+# --- one by one ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -405,7 +408,7 @@ class BranchingPass(LossPass):
 class BranchingMethod(Stating):
     """A method with a pass that cannot be stacked."""
 
-    def learner(self, job: Job, world: fq.World) -> Learner:
+    def learner(self, job: Job, world: fq.methods.api.World) -> Learner:
         return replace(super().learner(job, world), after=(BranchingPass(name="later"),))
 
 
@@ -417,10 +420,10 @@ def test_what_cannot_be_stacked_runs_client_by_client(
 ):
     runs = [
         play(method, perceptron, public_data, engine=engine)
-        for engine in ("sequential", "vectorised")
+        for engine in ("sequential", "vectorized")
     ]
     assert_same(*runs)
-    assert "clients of one member are trained one after another" in caplog.text
+    assert "clients with equal nets are trained one after another" in caplog.text
 
 
 def test_clients_whose_extras_have_unequal_shapes_are_finished_one_by_one(
@@ -437,13 +440,13 @@ def test_clients_whose_extras_have_unequal_shapes_are_finished_one_by_one(
     method = Passing(before=(Own(),))
     data = make_data(perceptron, RAGGED)
     runs = [
-        play(method, perceptron, data, engine=engine) for engine in ("sequential", "vectorised")
+        play(method, perceptron, data, engine=engine) for engine in ("sequential", "vectorized")
     ]
     assert_same(*runs)
     assert [len(results(runs[0], client)["logits/logits"]) for client in range(6)] == list(RAGGED)
 
 
-# --- bad input ------------------------------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -474,7 +477,7 @@ class Bad(Everything):
         raise AssertionError(self.how)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize(
     ("how", "told"),
     [
@@ -483,7 +486,8 @@ class Bad(Everything):
         ("missing weight", r"keeps the slot 'own', in which \['first.weight', .* is missing"),
         (
             "shape",
-            r"'first.bias' has the shape \(1,\); the shape of the weight that it belongs to, \(6,\), would work",
+            r"'first.bias' has the shape \(1,\); the shape of the weight that it belongs to, "
+            r"\(6,\), would work",
         ),
         ("unknown extra", r"sends the extras \['other'\]; its learner declares \['table'\]"),
         ("not finite", "left state of its method that is not finite in round 1; it was refused"),
@@ -499,10 +503,10 @@ def test_wrong_state_is_refused(how, told, engine, perceptron, public_data, play
 def test_state_that_the_server_does_not_have_is_refused(kind, name, perceptron, public_data, play):
     @dataclass(frozen=True)
     class Forgetful(Stating):
-        def init(self, world: fq.World) -> Server:
+        def init(self, world: fq.methods.api.World) -> Server:
             return replace(super().init(world), **{kind: {}})
 
-        def fold(self, server: Server, world: fq.World) -> Fold:
+        def fold(self, server: Server, world: fq.methods.api.World) -> Fold:
             return Mean(world.family.cutter).begin(server)
 
     with pytest.raises(
@@ -534,7 +538,7 @@ def test_a_pass_over_public_samples_that_are_not_there_is_refused(perceptron, pl
         play(Stating(), perceptron, make_data(perceptron, RAGGED, public=0), rounds=1)
 
 
-# --- passes ---------------------------------------------------------------------------------------------------------
+# --- passes -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -556,11 +560,11 @@ class Keep(MethodState):
 class Passing(FedAvg):
     """FedAvg that runs passes before and after its steps."""
 
-    local: Local = LOCAL
+    local: LocalTraining = LOCAL
     before: tuple[ClientPass, ...] = field(default=(), metadata={"setting": False})
     after: tuple[ClientPass, ...] = field(default=(), metadata={"setting": False})
 
-    def learner(self, job: Job, world: fq.World) -> Learner:
+    def learner(self, job: Job, world: fq.methods.api.World) -> Learner:
         member = world.family.member(job.submodel)
         names = {"gradient": member.trainable, "statistics": member.statistics}
         kept = [
@@ -582,7 +586,7 @@ def results(run: fq.Run, client: int) -> dict[str, torch.Tensor]:
     return dict(run.server.memory[client, ""].extras)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_gradient_loss_and_logits_are_those_of_torch(engine, perceptron, public_data, play):
     method = Passing(before=(GradientPass(), LossPass(), LogitsPass()))
     run = play(method, perceptron, public_data, engine=engine, rounds=1)
@@ -600,7 +604,7 @@ def test_gradient_loss_and_logits_are_those_of_torch(engine, perceptron, public_
         torch.testing.assert_close(found["logits/logits"], logits, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_a_pass_after_training_has_the_trained_weights(engine, perceptron, public_data, play):
     run = play(
         Passing(after=(LogitsPass(),)),
@@ -619,7 +623,7 @@ def test_a_pass_after_training_has_the_trained_weights(engine, perceptron, publi
     torch.testing.assert_close(results(run, 0)["logits/logits"], logits, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_norm_statistics_are_the_mean_over_batches(engine, residual, play, make_data):
     data = make_data(residual, (8, 8, 5))
     method = Passing(before=(StatisticsPass(),))
@@ -659,4 +663,4 @@ def test_learners_without_state_have_nothing_more_to_do(perceptron):
     assert not learner.state
     assert learner.slotted(perceptron.member(perceptron.whole)) == ()
     assert learner.num_slots == 1
-    assert Memory(prefix(perceptron.whole), {}).extras == {}
+    assert ClientState(prefix(perceptron.whole), {}).extras == {}

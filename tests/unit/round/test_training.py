@@ -1,4 +1,6 @@
-"""Local training against torch's own optimisers and modules, and against formulas worked out by hand."""
+"""Local training against torch's own optimizers and modules, and against formulas worked out by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from fedquilt.round.training.augmentation import augment
 from fedquilt.round.training.batches import batched, itinerary
 from fedquilt.round.training.filters import All, Nothing, Parts
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.local import Local
+from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import MaskedCrossEntropy, Proximal, Summed, TaskLoss, View
 from fedquilt.round.training.optimizers import SGD, Adam, AdamW, State
 from fedquilt.round.training.regions import Between, Everywhere, Part
@@ -52,8 +54,8 @@ def batch_of(count: int, seed: int = 0, held: Tensor = HELD) -> Batch:
 
 
 def learner_of(*phases: Phase, lr: float | None = None, **local) -> Learner:
-    settings = Local(**local)
-    return Learner(phases or (Phase(),), settings, settings.optimiser.lr if lr is None else lr)
+    settings = LocalTraining(**local)
+    return Learner(phases or (Phase(),), settings, settings.optimizer.lr if lr is None else lr)
 
 
 def view_of(
@@ -85,14 +87,14 @@ def take_steps(
     for batch in batches:
         for phase in learner.phases:
             grads, _ = gradient(learner, member, phase.objective, state, Received(received), batch)
-            grads = clipped(grads, learner.local.optimiser.clip)
+            grads = clipped(grads, learner.local.optimizer.clip)
             masks = learner.masks(member, phase, CPU)
             state, slots = move(learner, phase, state, slots, grads, masks, count)
             count += 1
     return state, slots
 
 
-# --- optimisers -------------------------------------------------------------------------------------------------
+# --- optimizers ---------------------------------------------------------------------------------
 
 TORCH = {
     "sgd": (SGD(lr=0.1, momentum=0.0), lambda p: torch.optim.SGD(p, 0.1)),
@@ -102,21 +104,21 @@ TORCH = {
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.8, nesterov=True),
     ),
     "decay": (
-        SGD(lr=0.1, momentum=0.9, decay=0.05),
+        SGD(lr=0.1, momentum=0.9, weight_decay=0.05),
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.05),
     ),
     "all": (
-        SGD(lr=0.2, momentum=0.9, nesterov=True, decay=0.05),
+        SGD(lr=0.2, momentum=0.9, nesterov=True, weight_decay=0.05),
         lambda p: torch.optim.SGD(p, 0.2, momentum=0.9, nesterov=True, weight_decay=0.05),
     ),
     "adam": (Adam(lr=0.05), lambda p: torch.optim.Adam(p, 0.05)),
     "adam-decay": (
-        Adam(lr=0.05, beta1=0.8, beta2=0.95, eps=1e-6, decay=0.1),
+        Adam(lr=0.05, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.1),
         lambda p: torch.optim.Adam(p, 0.05, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
     ),
     "adamw": (AdamW(lr=0.05), lambda p: torch.optim.AdamW(p, 0.05)),
     "adamw-decay": (
-        AdamW(lr=0.05, beta1=0.8, beta2=0.95, eps=1e-6, decay=0.5),
+        AdamW(lr=0.05, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.5),
         lambda p: torch.optim.AdamW(p, 0.05, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.5),
     ),
 }
@@ -131,15 +133,14 @@ def test_five_steps_are_those_of_torch_optim(name, clip, perceptron):
     theirs = make(model.parameters())
     batches = [batch_of(6, seed) for seed in range(5)]
     found, _ = take_steps(
-        perceptron, learner_of(optimiser=replace(ours, clip=clip)), state, batches
+        perceptron, learner_of(optimizer=replace(ours, clip=clip)), state, batches
     )
     for batch in batches:
         theirs.zero_grad()
         F.cross_entropy(model(batch.inputs), batch.targets).backward()
         if clip:
-            assert (
-                float(nn.utils.clip_grad_norm_(model.parameters(), clip)) > clip
-            )  # it does something
+            # it does something
+            assert float(nn.utils.clip_grad_norm_(model.parameters(), clip)) > clip
         theirs.step()
     for weight, value in model.named_parameters():
         torch.testing.assert_close(found[weight], value.detach(), rtol=0, atol=1e-12)
@@ -154,18 +155,19 @@ def test_a_gradient_within_the_bound_is_not_clipped(perceptron):
 
 
 def test_one_step_by_hand():
-    sgd = SGD(momentum=0.5, nesterov=True, decay=0.1)
+    sgd = SGD(momentum=0.5, nesterov=True, weight_decay=0.1)
     weights, slots = {"w": torch.tensor([2.0])}, {"momentum": {"w": torch.tensor([4.0])}}
     moved, after = sgd.update(weights, slots, {"w": torch.tensor([1.0])}, lr=0.1, step=3)
-    assert float(after["momentum"]["w"]) == pytest.approx(
-        0.5 * 4 + 1.2
-    )  # the decayed gradient is 1.2
+    # the decayed gradient is 1.2
+    assert float(after["momentum"]["w"]) == pytest.approx(0.5 * 4 + 1.2)
     assert float(moved["w"]) == pytest.approx(2 - 0.1 * (1.2 + 0.5 * 3.2))
     assert float(weights["w"]) == 2
     assert float(slots["momentum"]["w"]) == 4
 
 
-@pytest.mark.parametrize("optimizer", [Adam(decay=0.1), AdamW(decay=0.5)], ids=["adam", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer", [Adam(weight_decay=0.1), AdamW(weight_decay=0.5)], ids=["adam", "adamw"]
+)
 def test_adams_step_in_place_is_its_step(optimizer):
     seeded = torch.Generator().manual_seed(1)
     weight, grad, mean = (torch.randn(3, dtype=torch.float64, generator=seeded) for _ in range(3))
@@ -185,9 +187,9 @@ def test_adams_step_in_place_is_its_step(optimizer):
 @pytest.mark.parametrize("optimizer", [Adam(), AdamW()], ids=["Adam", "AdamW"])
 def test_fednovas_pace_is_refused_for_adam(optimizer):
     with pytest.raises(
-        ConfigError, match=f"FedNova was asked to normalise steps of {type(optimizer).__name__};"
+        ConfigError, match=f"FedNova was asked to normalize steps of {type(optimizer).__name__};"
     ):
-        optimizer.pace(3, 0.1, 0.0)
+        optimizer.effective_steps([1.0] * 3, 0.1, 0.0)
 
 
 def test_schedules():
@@ -200,13 +202,13 @@ def test_schedules():
 
 
 def test_a_methods_rate_follows_its_schedule(perceptron):
-    method = FedAvg(local=Local(optimiser=SGD(lr=0.4), schedule=Steps((1,), 0.5)))
-    client = fq.Client(0, fq.Budget(share=1.0), 4)
+    method = FedAvg(local=LocalTraining(optimizer=SGD(lr=0.4), schedule=Steps((1,), 0.5)))
+    client = fq.methods.api.Client(0, fq.Budget(share=1.0), 4)
     jobs = [Job(client, method.plan(None, client, World(perceptron))[0], round) for round in (0, 1)]
     assert [method.learner(job, World(perceptron)).lr for job in jobs] == [0.4, 0.2]
 
 
-# --- batches ----------------------------------------------------------------------------------------------------
+# --- batches ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_batches(size, last_batch, sizes):
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 3))
 def test_an_epoch_meets_every_sample_once(size, batch_size, epochs):
-    local = Local(batch_size=batch_size, epochs=epochs)
+    local = LocalTraining(batch_size=batch_size, epochs=epochs)
     batches = itinerary(size, local, key=5)
     met = torch.cat(batches)
     assert len(met) == size * epochs
@@ -247,7 +249,7 @@ def test_an_epoch_meets_every_sample_once(size, batch_size, epochs):
 
 
 def test_epochs_and_clients_have_orders_of_their_own():
-    local = Local(batch_size=50, epochs=2)
+    local = LocalTraining(batch_size=50, epochs=2)
     first, second = itinerary(50, local, key=1)
     assert first.tolist() != second.tolist()
     assert first.tolist() != itinerary(50, local, key=2)[0].tolist()
@@ -272,7 +274,7 @@ def naive_augment(inputs: Tensor, pad: int, flip: bool, key: Tensor) -> Tensor:
 @pytest.mark.parametrize(("crop", "flip"), [(2, False), (0, True), (4, True), (0, False)])
 def test_augmentation_is_that_of_one_image_after_the_other(crop, flip):
     inputs = torch.randn(40, 2, 5, 7, generator=torch.Generator().manual_seed(0))
-    local, keys = Local(crop=crop, flip=flip), torch.tensor([noise.key(1), noise.key(2)])
+    local, keys = LocalTraining(crop=crop, flip=flip), torch.tensor([noise.key(1), noise.key(2)])
     expected = [naive_augment(inputs, crop, flip, key) for key in keys]
     assert torch.equal(augment(inputs, local, keys[0]), expected[0])
     stacked = vmap(lambda key: augment(inputs, local, key))(keys)
@@ -283,7 +285,7 @@ def test_augmentation_is_that_of_one_image_after_the_other(crop, flip):
         assert torch.equal(expected[0], inputs)
 
 
-@pytest.mark.parametrize("local", [Local(crop=1), Local(flip=True)])
+@pytest.mark.parametrize("local", [LocalTraining(crop=1), LocalTraining(flip=True)])
 def test_only_images_are_augmented(local):
     """A flipped sentence would be trained on without a word."""
     with pytest.raises(ConfigError, match=r"they are for images .* a sample has shape \(5,\)"):
@@ -292,22 +294,22 @@ def test_only_images_are_augmented(local):
 
 def test_crops_of_nothing_but_padding_are_refused():
     key, images = torch.tensor(noise.key(0)), torch.ones(50, 1, 6, 4)
-    assert augment(images, Local(crop=3), key).flatten(1).any(1).all()
+    assert augment(images, LocalTraining(crop=3), key).flatten(1).any(1).all()
     with pytest.raises(
         ConfigError, match=r"crop = 4 was asked for; images are 6×4, .* Up to 3 fits\."
     ):
-        augment(images, Local(crop=4), key)
+        augment(images, LocalTraining(crop=4), key)
 
 
 def test_every_shift_of_a_crop_is_drawn():
     marked = torch.zeros(400, 1, 5, 5)
     marked[:, 0, 2, 2] = 1
-    cropped = augment(marked, Local(crop=2), torch.tensor(noise.key(0)))
+    cropped = augment(marked, LocalTraining(crop=2), torch.tensor(noise.key(0)))
     assert (cropped.sum(0) > 0).all()
     assert float(cropped.sum()) == 400
 
 
-# --- objectives -------------------------------------------------------------------------------------------------
+# --- objectives ---------------------------------------------------------------------------------
 
 
 def test_cross_entropy_ignores_padding(perceptron):
@@ -407,7 +409,7 @@ def test_a_nested_net_is_the_first_channels_of_a_member(perceptron):
     torch.testing.assert_close(found, half(batch.inputs).detach(), rtol=0, atol=1e-14)
 
 
-# --- what may move ----------------------------------------------------------------------------------------------
+# --- what may move ------------------------------------------------------------------------------
 
 
 def test_between_masks_by_hand(perceptron):
@@ -419,9 +421,8 @@ def test_between_masks_by_hand(perceptron):
     assert torch.equal(masks["first.weight"], outer[:, None].expand(6, 4))
     assert torch.equal(masks["first.bias"], outer)
     assert torch.equal(masks["last.weight"], outer.expand(3, 6))
-    assert torch.equal(
-        masks["last.bias"], torch.zeros(3, dtype=torch.bool)
-    )  # every nested net has it
+    # every nested net has it
+    assert torch.equal(masks["last.bias"], torch.zeros(3, dtype=torch.bool))
     third = Between(0.0, 1 / 3).mask(perceptron.member(perceptron.whole), "first.bias")
     assert third.tolist() == [True, True, False, False, False, False]
 
@@ -453,26 +454,25 @@ def test_part_is_by_the_layouts_parts(residual):
 
 
 @pytest.mark.parametrize(
-    "optimiser",
+    "optimizer",
     [
-        SGD(lr=0.1, momentum=0.9, nesterov=True, decay=0.1),
-        SGD(lr=0.1, momentum=0.0, decay=0.1),
-        Adam(lr=0.1, decay=0.1),
-        AdamW(lr=0.1, decay=0.1),
+        SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+        SGD(lr=0.1, momentum=0.0, weight_decay=0.1),
+        Adam(lr=0.1, weight_decay=0.1),
+        AdamW(lr=0.1, weight_decay=0.1),
     ],
     ids=["sgd", "plain", "adam", "adamw"],
 )
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_a_phase_leaves_what_it_may_not_move_bit_for_bit(optimiser, share, perceptron):
+def test_a_phase_leaves_what_it_may_not_move_bit_for_bit(optimizer, share, perceptron):
     """Weights and slots both: with momentum or decay, a masked gradient would still move them."""
     arch = perceptron.fit(fq.Budget(share=share))
     state = perceptron.cutter.gather(
-        doubles(perceptron), fq.Submodel(arch, _prefix(arch)), perceptron.trainable
+        doubles(perceptron), fq.methods.api.Submodel(arch, _prefix(arch)), perceptron.trainable
     )
-    learner = learner_of(optimiser=optimiser)
-    state, slots = take_steps(
-        perceptron, learner, state, [batch_of(4, 9)], arch
-    )  # slots that are not zero
+    learner = learner_of(optimizer=optimizer)
+    # slots that are not zero
+    state, slots = take_steps(perceptron, learner, state, [batch_of(4, 9)], arch)
     phase = Phase(TaskLoss(), Between(1 / 3, 1.0))
     grads, _ = gradient(
         learner, perceptron.member(arch), phase.objective, state, Received(state), batch_of(4, 1)
@@ -483,7 +483,7 @@ def test_a_phase_leaves_what_it_may_not_move_bit_for_bit(optimiser, share, perce
         frozen = ~masks[name]
         assert torch.equal(moved[name][frozen], state[name][frozen])
         assert not (moved[name] == state[name])[masks[name]].any()
-        for slot in optimiser.slots:
+        for slot in optimizer.slots:
             assert torch.equal(after[slot][name][frozen], slots[slot][name][frozen])
             if name != "last.bias":
                 assert not torch.equal(after[slot][name], slots[slot][name])
@@ -496,7 +496,10 @@ def _prefix(arch: Arch):
 
 
 def test_a_weight_that_may_not_move_at_all_is_not_touched(residual):
-    learner, state = learner_of(optimiser=SGD(lr=0.1, momentum=0.9, decay=0.1)), doubles(residual)
+    learner, state = (
+        learner_of(optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=0.1)),
+        doubles(residual),
+    )
     slots = learner.start_slots(state, residual.member(residual.whole))
     grads = {name: torch.ones_like(state[name]) for name in residual.trainable}
     masks = learner.masks(residual.member(residual.whole), Phase(moves=Part("norm")), CPU)
@@ -510,8 +513,8 @@ def test_a_weight_that_may_not_move_at_all_is_not_touched(residual):
 
 def test_a_phase_that_may_move_nothing_moves_nothing(perceptron):
     """A part the model does not have: a net without norms, say."""
-    for optimiser in (SGD(), Adam(), AdamW()):
-        learner, state = learner_of(optimiser=optimiser), doubles(perceptron)
+    for optimizer in (SGD(), Adam(), AdamW()):
+        learner, state = learner_of(optimizer=optimizer), doubles(perceptron)
         slots = learner.start_slots(state, perceptron.member(perceptron.whole))
         grads = {name: torch.ones_like(state[name]) for name in perceptron.trainable}
         moved, after = move(learner, Phase(), state, slots, grads, dict.fromkeys(grads, False), 0)
@@ -519,7 +522,7 @@ def test_a_phase_that_may_move_nothing_moves_nothing(perceptron):
         assert all(after[slot][name] is slots[slot][name] for slot in slots for name in grads)
 
 
-# --- what is sent and kept --------------------------------------------------------------------------------------
+# --- what is sent and kept ----------------------------------------------------------------------
 
 
 def test_filters_by_part(residual):
@@ -533,7 +536,7 @@ def test_filters_by_part(residual):
 
 @pytest.mark.parametrize(
     ("norm", "held", "sent", "kept"),
-    [("batch", 0, 0, 0), ("post", 0, 0, 0), ("tracked", 10, 10, 0), ("local", 10, 0, 10)],
+    [("batch", 0, 0, 0), ("post", 0, 0, 0), ("tracked", 10, 10, 0), ("per_client", 10, 0, 10)],
 )
 def test_norm_statistics_travel_as_the_policy_says(norm, held, sent, kept, residual):
     learner, statistics = learner_of(norm=norm), set(residual.statistics)
@@ -546,7 +549,7 @@ def test_norm_statistics_travel_as_the_policy_says(norm, held, sent, kept, resid
 
 def test_class_rows_restrict_what_is_sent(perceptron):
     held = torch.tensor([True, False, True])
-    submodel = fq.Submodel(perceptron.whole, _prefix(perceptron.whole))
+    submodel = fq.methods.api.Submodel(perceptron.whole, _prefix(perceptron.whole))
     sent = replace(learner_of(), class_rows=True).upload(
         perceptron.member(perceptron.whole), submodel, held
     )
@@ -563,47 +566,49 @@ def test_a_training_step_is_three_forward_passes(perceptron):
     assert learner.macs(perceptron.member(perceptron.whole), [1]) == 3 * (whole + half)
 
 
-# --- whole rounds against plain torch ---------------------------------------------------------------------------
+# --- whole rounds against plain torch -----------------------------------------------------------
 
 
 def torch_rounds(run: fq.Run, family: fq.Family, make, rounds: int, fresh: bool) -> nn.Module:
-    """The same client, batches and initial weights in a plain training loop; `fresh` makes an optimiser a round."""
+    """The same client, batches and initial weights in a plain training loop; `fresh` makes an
+    optimizer a round.
+    """
     state = doubles(family, run.world.seed)
     model = family.module(family.whole, state).train()
-    optimiser = make(model.parameters())
+    optimizer = make(model.parameters())
     client = run.fleet.client(0, 0, 0, run.data.size(0))
     for round in range(rounds):
         if fresh:
-            optimiser = make(model.parameters())
+            optimizer = make(model.parameters())
         job = Job(client, run.method.plan(run.server, client, run.world)[0], round)
         for rows in run.engine.batches(job, run.method.learner(job, run.world)):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             F.cross_entropy(model(run.data.inputs[rows]), run.data.targets[rows]).backward()
-            optimiser.step()
+            optimizer.step()
     return model
 
 
 @dataclass(frozen=True)
 class Keeping(FedAvg):
-    """FedAvg whose clients keep their optimiser's slots."""
+    """FedAvg whose clients keep their optimizer's slots."""
 
     def learner(self, job: Job, world: World) -> Learner:
         return replace(super().learner(job, world), keep_slots=True)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize(
-    ("optimiser", "make"),
+    ("optimizer", "make"),
     [TORCH["decay"], TORCH["all"], TORCH["adam"]],
     ids=["decay", "nesterov", "adam"],
 )
 @pytest.mark.parametrize("keep", [True, False])
 def test_one_clients_rounds_are_a_torch_training_loop(
-    engine, optimiser, make, keep, residual, play, make_data
+    engine, optimizer, make, keep, residual, play, make_data
 ):
     """Weights, tracked norm statistics and, where slots are kept, one long run of torch.optim."""
     method = with_local(
-        Keeping() if keep else FedAvg(), optimiser=optimiser, batch_size=4, epochs=2, norm="tracked"
+        Keeping() if keep else FedAvg(), optimizer=optimizer, batch_size=4, epochs=2, norm="tracked"
     )
     run = play(method, residual, make_data(residual, [11]), engine=engine, rounds=3)
     model = torch_rounds(run, residual, make, rounds=3, fresh=not keep)
@@ -616,11 +621,13 @@ def test_one_clients_rounds_are_a_torch_training_loop(
 def test_the_scaler_works_in_training_only(residual):
     half = residual.fit(fq.Budget(share=0.5))
     net, state = residual.member(half).net, doubles(residual)
-    cut = residual.cutter.gather(state, fq.Submodel(half, _prefix(half)), tuple(state))
+    cut = residual.cutter.gather(state, fq.methods.api.Submodel(half, _prefix(half)), tuple(state))
     inputs = torch.randn(
         3, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
-    assert train_pass(Local(scaler=True)) == Pass(train=True, statistics="batch", scaler=True)
+    assert train_pass(LocalTraining(scaler=True)) == Pass(
+        train=True, statistics="batch", scaler=True
+    )
     plain = net(cut, inputs, Pass(train=True))[0]
     tested = net(cut, inputs, Pass(train=False, scaler=True), share=0.5)[0]
     scaled = net(cut, inputs, Pass(train=True, scaler=True), share=0.5)[0]
@@ -640,19 +647,22 @@ def test_noise_of_dropout_changes_with_every_step(language):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: fq.SGD(lr=-1), r"lr = -1 was asked for; it must lie in \(0, inf\)"),
-        (lambda: fq.SGD(lr=float("nan")), "lr = nan"),
-        (lambda: fq.SGD(momentum=2, decay=-1), "momentum = 2.*decay = -1"),
-        (lambda: fq.SGD(momentum=0, nesterov=True), "Nesterov steps without momentum"),
-        (lambda: fq.Adam(beta2=1.5), r"beta2 = 1.5 was asked for; it must lie in \[0, 1\)"),
-        (lambda: fq.Cosine(0), "rounds = 0"),
-        (lambda: fq.Local(epochs=0, batch_size=0), "epochs = 0.*batch_size = 0"),
+        (lambda: fq.optimizers.SGD(lr=-1), r"lr = -1 was asked for; it must lie in \(0, inf\)"),
+        (lambda: fq.optimizers.SGD(lr=float("nan")), "lr = nan"),
+        (lambda: fq.optimizers.SGD(momentum=2, weight_decay=-1), "momentum = 2.*decay = -1"),
+        (lambda: fq.optimizers.SGD(momentum=0, nesterov=True), "Nesterov steps without momentum"),
         (
-            lambda: fq.Local(norm="foo"),
-            "norm = 'foo' was asked for; it may be 'batch', 'tracked', 'local', 'post'",
+            lambda: fq.optimizers.Adam(beta2=1.5),
+            r"beta2 = 1.5 was asked for; it must lie in \[0, 1\)",
         ),
-        (lambda: fq.Local(last_batch="foo"), "last_batch = 'foo'"),
-        (lambda: fq.Local(masked="foo"), "masked = 'foo'"),
+        (lambda: fq.schedules.Cosine(0), "rounds = 0"),
+        (lambda: fq.LocalTraining(epochs=0, batch_size=0), "epochs = 0.*batch_size = 0"),
+        (
+            lambda: fq.LocalTraining(norm="foo"),
+            "norm = 'foo' was asked for; it may be 'batch', 'tracked', 'per_client', 'post'",
+        ),
+        (lambda: fq.LocalTraining(last_batch="foo"), "last_batch = 'foo'"),
+        (lambda: fq.LocalTraining(masked="foo"), "masked = 'foo'"),
         (lambda: fq.methods.FedRolex(overlap=1.5), "overlap = 1.5"),
         (lambda: fq.methods.FedProx(mu=-1.0), "mu = -1"),
         (
@@ -673,6 +683,6 @@ def test_a_tied_embedding_sends_the_rows_of_tokens_that_were_only_read():
         family = fq.trace(
             lambda tied=tied: fq.models.TransformerLM(11, **options, tied=tied), tokens
         )
-        learner = Learner((Phase(),), fq.Local(), 0.1, class_rows=True)
+        learner = Learner((Phase(),), fq.LocalTraining(), 0.1, class_rows=True)
         upload = learner.upload(family.member(family.whole), prefix(family.whole), held)
         assert len(upload.index.get("class", range(11))) == rows

@@ -79,7 +79,7 @@ def broken():
 def make_settings(method="fedavg", rounds=2, **more):
     """Return settings of a run that takes a few hundredths of a second."""
     named = {"name": method, "local": {"epochs": 1, "batch_size": 8}}
-    small = {"clients": 4, "sample": 2}
+    small = {"clients": 4, "cohort": 2}
     return {
         "method": named,
         "data": "own.py:pool",

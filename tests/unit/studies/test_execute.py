@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedquilt.config import Experiment, assign, demo
 from fedquilt.errors import ConfigError, DivergenceError, FedquiltError, RecordError, TrainingError
-from fedquilt.records import locked
+from fedquilt.runs.experiment import Experiment, assign, demo
+from fedquilt.runs.folder import locked
 from fedquilt.studies import workers
 from fedquilt.studies.execute import Grounds, execute, finished, torch_settings_restored
 from fedquilt.studies.plan import Entry, Plan, PlannedRun
 
-FAST = {"local": {"epochs": 1, "optimiser": {"lr": 1e30}}}
+FAST = {"local": {"epochs": 1, "optimizer": {"lr": 1e30}}}
 
 
 def runs_of(*settings, seeds=(0,), **more):
@@ -103,7 +103,7 @@ def test_a_run_with_more_rounds_behind_it_is_refused(own, settings):
         execute([run], own / "study")
 
 
-# --- divergence -----------------------------------------------------------------------------------------------------
+# --- divergence ---------------------------------------------------------------------------------
 
 
 def test_a_run_that_diverges_counts_with_its_last_state_and_is_not_repeated(
@@ -140,16 +140,17 @@ def test_an_error_that_is_no_divergence_is_raised_and_keeps_what_is_finished(
 
 def test_samples_that_are_not_finite_are_no_divergence(own, settings):
     (own / "nan.py").write_text(
-        "import own\ndef pool():\n    found = own.pool()\n    found.inputs[0] = float('nan')\n    return found\n"
+        "import own\ndef pool():\n    found = own.pool()\n    found.inputs[0] = float('nan')\n    "
+        "return found\n"
     )
     with pytest.raises(TrainingError, match="samples hold values that are not finite") as caught:
         execute(
-            runs_of(settings(fleet={"clients": 2, "sample": 2}) | {"data": "nan.py:pool"}), None
+            runs_of(settings(fleet={"clients": 2, "cohort": 2}) | {"data": "nan.py:pool"}), None
         )
     assert not isinstance(caught.value, DivergenceError)
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -196,7 +197,10 @@ def test_rounds_that_are_missing_are_one_error(own, settings):
     file = own / "study" / run.folder / "rounds.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:-1]))
-    said = rf"is damaged: its last round is {len(lines) - 1}, and that of summary\.json {len(lines)}\. Delete the folder"
+    said = (
+        rf"is damaged: its last round is {len(lines) - 1}, and that of summary\.json "
+        rf"{len(lines)}\. Delete the folder"
+    )
     with pytest.raises(RecordError, match=said):
         finished(run, file.parent)
 
@@ -249,7 +253,7 @@ def test_a_run_leaves_the_settings_of_torch_as_they_were():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-# --- processes ------------------------------------------------------------------------------------------------------
+# --- processes ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -274,7 +278,9 @@ def error_of(own, settings, count=2):
 
 
 def test_what_a_process_prints_is_no_message(own, settings, worker):
-    """Bytes that are no text, and text that is no JSON, neither stop the parent nor hide the status."""
+    """Bytes that are no text, and text that is no JSON, neither stop the parent nor hide the
+    status.
+    """
     worker(
         "import sys\nprint('hello'); print('3'); print('{}'); sys.stdout.flush()\n"
         "sys.stderr.buffer.write(b'\\xff' * 200_000 + b'\\nthe last line\\n')\nsys.exit(3)"
@@ -366,8 +372,10 @@ def test_an_interruption_stops_all_processes(own, settings, worker, counting, mo
 def test_a_worker_ends_when_its_parent_does():
     """Also if the interruption is caught and lost."""
     code = (
-        "import os, signal, time\nfrom fedquilt.studies import workers\nworkers.STOP_SECONDS = 0.1\n"
-        "signal.signal(signal.SIGTERM, lambda *_: None)\nworkers._stop_with_parent(0)\ntime.sleep(60)"
+        "import os, signal, time\nfrom fedquilt.studies import workers\nworkers.STOP_SECONDS = "
+        "0.1\n"
+        "signal.signal(signal.SIGTERM, lambda *_: "
+        "None)\nworkers._stop_with_parent(0)\ntime.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     assert process.stdin is not None

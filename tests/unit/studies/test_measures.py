@@ -43,7 +43,9 @@ def prepared(method, family, make_data, shares, sizes=(6, 6), **more):
 
 
 def test_a_rolling_window_is_even_by_channel_and_not_by_entry(make_data):
-    """After one turn of eight rounds: all channels alike, but those half an axis apart are never held together."""
+    """After one turn of eight rounds: all channels alike, but those half an axis apart are never
+    held together.
+    """
     layers = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 3)
     family = fq.trace(lambda: nn.Sequential(*layers), torch.zeros(2, 1, 6, 6))
     rolling, random = (
@@ -78,7 +80,9 @@ def test_shares_that_are_evaluated_have_sizes_too(net, make_data):
 
 
 def test_a_mixture_has_the_sum_of_its_nets(net, make_data):
-    """Four nets of two hidden units each in place of one of eight; a client of share 1/2 trains two."""
+    """Four nets of two hidden units each in place of one of eight; a client of share 1/2 trains
+    two.
+    """
     method = SplitMix(base=0.25)
     found = MEASURES["sizes"](prepared(method, net, make_data, (1.0, 0.5)), 0)
     assert found["params"] == {"1.0": 4 * 21, "0.5": 2 * 21}
@@ -95,7 +99,7 @@ def test_costs_of_clients_and_what_domains_have_trained(net, make_data):
     found = MEASURES["clients"](run, 2)
     assert found["params"] == {"mean": 2 * (75 + 39) / 2, "deviation": 75 - 39}  # both ways
     assert found["trained"] == {"near": 1.0, "far": 39 / 75}
-    assert found["macs"]["mean"] == sum(device.macs for device in run.clientwise().devices) / 2
+    assert found["macs"]["mean"] == sum(device.macs for device in run.per_client().devices) / 2
     assert run.server.round == 0
 
 
@@ -112,18 +116,21 @@ def test_measures_of_a_model_that_grows(make_data):
     ]
     covered = MEASURES["coverage"](run, 6)
     assert covered["weight"] == "third.conv.weight"
+    # three of six channels in share 1/2
     assert covered["channel"] == {
         "least": 2,
         "mean": 3.0,
         "deviation": 1.0,
-    }  # three of six channels in share 1/2
+    }
     with pytest.raises(ConfigError, match=r"no client trains third\.conv\.weight in 4 rounds"):
         MEASURES["coverage"](run, 4)
 
 
 @pytest.mark.parametrize(("rounds", "stages"), [(2, 1), (3, 2), (6, 3)])
 def test_what_has_been_trained_of_a_model_that_grows(rounds, stages, make_data):
-    """Blocks and heads of later stages have not been trained. Round 3 is a warm-up, which trains the new ones alone."""
+    """Blocks and heads of later stages have not been trained. Round 3 is a warm-up, which trains
+    the new ones alone.
+    """
     family = growing()
     method = ProgFed(over=FedAvg(), stage_rounds=2, warmup=1).settled(6)
     run = prepared(method, family, make_data, (1.0,))
@@ -133,7 +140,7 @@ def test_what_has_been_trained_of_a_model_that_grows(rounds, stages, make_data):
     assert MEASURES["clients"](run, rounds)["trained"] == {"": trained / sum(sizes.values())}
 
 
-# --- bytes and limits -------------------------------------------------------------------------------
+# --- bytes and limits ---------------------------------------------------------------------------
 
 
 def test_traffic_is_that_of_the_records(net, make_data):

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import tomli_w
 
-from fedquilt.config import Experiment
 from fedquilt.data import Labels
 from fedquilt.errors import ConfigError, DataError
-from fedquilt.fleets import TwoLevel, Uniform
+from fedquilt.fleets.budgets import TwoLevel, Uniform
 from fedquilt.methods import FedAvg, FedRolex, HeteroFL
+from fedquilt.runs.experiment import Experiment
 from fedquilt.studies.measures import TRAINING
 from fedquilt.studies.papers import (
     SMOKE,
@@ -93,7 +93,7 @@ def problems(make: Any, **changes: Any) -> str:
     return str(caught.value)
 
 
-# --- reading ----------------------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------
 
 
 def test_settings_parts_rows_and_scales_are_laid_over_one_another(make: Any) -> None:
@@ -101,16 +101,18 @@ def test_settings_parts_rows_and_scales_are_laid_over_one_another(make: Any) -> 
     (_, rolling), (name, static) = preset.rows_at("full")
     assert name == "HeteroFL"
     assert rolling == {**SMALL["settings"], "model": {"name": "mlp"}}
+    # shift is FedRolex's own
     assert static["method"] == {
         "name": "heterofl",
         "preset": "fedrolex-cifar10-low",
-    }  # shift is FedRolex's own
+    }
     assert static["data"] == {"name": "mine.npz", "partition": {"name": "labels", "labels": 5}}
     assert static["rounds"] == 45  # the row's own, over its part's 40
+    # the scale's part comes last
     assert [settings["rounds"] for _, settings in preset.rows_at("short")] == [
         5,
         4,
-    ]  # the scale's part comes last
+    ]
     (_, rolling), _ = preset.rows_at("smoke")
     assert rolling["data"] == {
         "name": "generated",
@@ -121,11 +123,12 @@ def test_settings_parts_rows_and_scales_are_laid_over_one_another(make: Any) -> 
 
 def test_scales_have_their_own_seeds_and_notes(make: Any) -> None:
     preset = make()
+    # the paper's is there though nobody named it
     assert list(preset.scales) == [
         "smoke",
         "short",
         "full",
-    ]  # the paper's is there though nobody named it
+    ]
     assert [preset.seeds_at(scale) for scale in preset.scales] == [(0,), (3, 4), (3, 4)]
     assert [preset.scale(scale).note for scale in preset.scales] == [
         SMOKE_NOTE,
@@ -139,7 +142,7 @@ def test_scales_have_their_own_seeds_and_notes(make: Any) -> None:
 
 
 def test_a_grid_and_tuning_runs_belong_to_a_scale(make: Any) -> None:
-    lr = "method.local.optimiser.lr"
+    lr = "method.local.optimizer.lr"
     small = {**SMALL["scales"]["smoke"], "grid": {lr: [0.1]}, "tuning": {"rounds": 1}}
     tuned = {"grid": {lr: [0.1, 0.2]}, "tuning": {"rounds": 9, "evaluation": {"every": 3}}}
     preset = make(**tuned, scales={"smoke": small})
@@ -181,7 +184,7 @@ def test_papers_numbers() -> None:
     assert paper_number("") is None
 
 
-# --- data -------------------------------------------------------------------------------------------
+# --- data ---------------------------------------------------------------------------------------
 
 
 def test_data_files_are_looked_up_in_a_folder(
@@ -216,7 +219,7 @@ def test_a_file_may_be_an_option_of_the_source(make: Any, tmp_path: Path) -> Non
     assert preset.rows_at("full", tmp_path)[0][1]["data"]["path"] == str(tmp_path / "mine.npz")
 
 
-# --- errors -----------------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -244,7 +247,8 @@ def test_a_file_may_be_an_option_of_the_source(make: Any, tmp_path: Path) -> Non
         ({"columns": SMALL["columns"][:1]}, "rows[0].paper: 2 texts were found for 1 columns"),
         (
             {"rows": [{"name": "a", "paper": ["", "about 3"]}]},
-            'rows[0].paper: \'about 3\' was found; a number such as "69.44 ± 1.50", or "", would fit.',
+            'rows[0].paper: \'about 3\' was found; a number such as "69.44 ± 1.50", or "", would '
+            "fit.",
         ),
         (
             {"rows": [{"name": "a", "paper": ["", ""], "parts": ["fife"]}]},
@@ -272,11 +276,13 @@ def test_a_file_may_be_an_option_of_the_source(make: Any, tmp_path: Path) -> Non
         ),
         (
             {"scales": {"smoke": {}}},
-            "row 'FedRolex' at scale 'smoke': the data file 'mine.npz' is needed; a smoke run needs no files",
+            "row 'FedRolex' at scale 'smoke': the data file 'mine.npz' is needed; a smoke run "
+            "needs no files",
         ),
         (
             {"settings": {**SMALL["settings"], "rouns": 3}},
-            "row 'FedRolex' at scale 'smoke': a problem:\n    rouns: a configuration has no such key.",
+            "row 'FedRolex' at scale 'smoke': a problem:\n    rouns: a configuration has no such "
+            "key.",
         ),
         (
             {"settings": {**SMALL["settings"], "data": {"name": "mine.npz", "chanels": "last"}}},
@@ -284,7 +290,8 @@ def test_a_file_may_be_an_option_of_the_source(make: Any, tmp_path: Path) -> Non
         ),
         (
             {"parts": {**SMALL["parts"], "static": {"method": {"name": "local"}}}},
-            "row 'HeteroFL' at scale 'smoke': a problem:\n    method.preset: 'paper' was found; local has no preset",
+            "row 'HeteroFL' at scale 'smoke': a problem:\n    method.preset: 'paper' was found; "
+            "local has no preset",
         ),
         (
             {"grid": {"method.shft": [1]}},
@@ -308,9 +315,8 @@ def test_all_problems_are_told_at_once_and_each_once(make: Any) -> None:
         text.count(part)
         for part in ("no measure", "more than once", "no part", "texts were", "'x'")
     ] == [1] * 5
-    assert (
-        problems(make, settings={**SMALL["settings"], "rounds": 0}).count("rounds") == 1
-    )  # of two rows
+    # of two rows
+    assert problems(make, settings={**SMALL["settings"], "rounds": 0}).count("rounds") == 1
 
 
 def test_a_file_that_is_no_toml_or_not_there(tmp_path: Path) -> None:
@@ -338,7 +344,7 @@ def test_unknown_papers_and_tables() -> None:
     assert tables_named("fedrolex/table3") == ("fedrolex/table3",)
 
 
-# --- what is shipped --------------------------------------------------------------------------------
+# --- what is shipped ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -459,17 +465,19 @@ def test_other_figures_and_tables_of_fedrolex_vary_what_they_are_about() -> None
     weighting = experiment(rows("fedrolex/table5")["hybrid"])
     assert weighting.method == FedRolex.preset("fedrolex-cifar10-high", weighting="both")
     cohort = experiment(rows("fedrolex/table6")["HeteroFL, 20 %"])
-    assert (cohort.fleet.sample, cohort.method) == (20, HeteroFL.preset("fedrolex-cifar10-high"))
+    assert (cohort.fleet.cohort, cohort.method) == (20, HeteroFL.preset("fedrolex-cifar10-high"))
 
 
 def test_tuned_rates_are_those_of_the_results_page() -> None:
-    """0.03 for FedRolex and Federated Dropout, 0.015 for HeteroFL and one common model, batches of 50."""
+    """0.03 for FedRolex and Federated Dropout, 0.015 for HeteroFL and one common model, batches of
+    50.
+    """
     rolling = experiment(rows("fedrolex/table6", "tuned")["FedRolex, 5 %"]).method.local
     static = experiment(rows("fedrolex/table6", "tuned")["HeteroFL, 5 %"]).method.local
     common = experiment(
         rows("fedrolex/table4", "tuned")["homogeneous (largest), low heterogeneity"]
     ).method.local
-    assert [local.optimiser.lr for local in (rolling, static, common)] == [0.03, 0.015, 0.015]
+    assert [local.optimizer.lr for local in (rolling, static, common)] == [0.03, 0.015, 0.015]
     assert {local.batch_size for local in (rolling, static, common)} == {50}
     plan = plan_of(parsed_preset("fedrolex/table3-tuned"), "smoke", data_folder=Path())
     assert {run.settings["data"]["validation"] for run in plan.tuning_runs} == {0.1}

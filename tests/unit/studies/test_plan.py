@@ -10,7 +10,7 @@ import pytest
 from fedquilt.errors import ConfigError
 from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, at_point, find_entry, folder_name
 
-LR = "method.local.optimiser.lr"
+LR = "method.local.optimizer.lr"
 HERE = Path("folder")
 
 
@@ -40,16 +40,17 @@ def test_all_problems_are_listed_at_once():
         "validation = 1.0 was given; a share of the training samples in (0, 1) fits.",
         "tuning with 3 seeds was asked for; there are 2.",
         "tuning = 3 was given; a table of settings fits.",
-        "a: the grid over method.local.optimiser.lr has no values.",
-        "B:c: the grid over seed was asked for; seeds are not tuned. Name them as the seeds of the study.",
-        "B:c: the grid over a..b was asked for; write a path as in method.local.optimiser.lr.",
+        "a: the grid over method.local.optimizer.lr has no values.",
+        "B:c: the grid over seed was asked for; seeds are not tuned. Name them as the seeds of the "
+        "study.",
+        "B:c: the grid over a..b was asked for; write a path as in method.local.optimizer.lr.",
         "b_c: rounds = '2' was given; a whole number fits.",
         "d: 3 was given; a table of settings fits.",
     ):
         assert f"  {line}" in lines
     assert any(line.startswith("  there is no measure 'sizs'.") for line in lines)
     assert any(
-        line.startswith("  B:c: the grid over method.local.optimiser.lr repeats a value")
+        line.startswith("  B:c: the grid over method.local.optimizer.lr repeats a value")
         for line in lines
     )
     assert len(lines) == 16
@@ -177,7 +178,7 @@ def test_a_tuning_run_sees_the_validation_part_alone():
     experiment = runs[1].experiment
     assert (experiment.rounds, experiment.seed, experiment.data.validation) == (1, 3, 0.2)
     assert experiment.evaluation.on == "validation"
-    assert experiment.method.local.optimiser.lr == 0.2
+    assert experiment.method.local.optimizer.lr == 0.2
     assert runs[0].title == "fedavg, lr 0.1, tuning"
     final = plan.final_runs({"fedavg": {LR: 0.2}})
     assert [run.folder for run in final] == ["fedavg/seed3", "fedavg/seed4", "fedavg/seed5"]
@@ -203,7 +204,7 @@ def test_an_entry_is_found_before_a_setting():
         find_entry(["a"], "b:x=1", "--set")
 
 
-# --- data and tasks -----------------------------------------------------------------------------------------------
+# --- data and tasks -----------------------------------------------------------------------------
 
 
 def test_entries_with_other_data_or_tasks_are_listed():
@@ -215,7 +216,7 @@ def test_entries_with_other_data_or_tasks_are_listed():
     Plan((make_entry("a"), make_entry("b", task="classification"))).check_comparable()
 
 
-# --- the file -----------------------------------------------------------------------------------------------------
+# --- the file -----------------------------------------------------------------------------------
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path):
@@ -233,6 +234,17 @@ def test_a_plan_is_read_as_it_was_written(tmp_path):
     (tmp_path / STUDY_FILE).write_text(plan.to_toml())
     assert Plan.read(tmp_path) == plan
     assert Plan.read(tmp_path).to_toml() == plan.to_toml()
+
+
+def test_a_file_that_was_changed_is_pointed_out(tmp_path, caplog):
+    text = Plan((make_entry(),), (2, 0)).to_toml()
+    # An earlier version wrote no checksum.
+    (tmp_path / STUDY_FILE).write_text(text.rpartition("#")[0])
+    assert Plan.read(tmp_path).seeds == (2, 0)
+    assert not caplog.text
+    (tmp_path / STUDY_FILE).write_text(text.replace("2", "3", 1))
+    assert Plan.read(tmp_path).seeds == (3, 0)
+    assert f"{tmp_path / STUDY_FILE} is not as it was written" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -282,7 +294,7 @@ def test_a_folder_without_a_study_says_what_is_there(tmp_path):
         Plan.read(tmp_path)
 
 
-# --- a folder that is extended --------------------------------------------------------------------------------------
+# --- a folder that is extended ------------------------------------------------------------------
 
 GRID = {LR: (0.1, 0.2)}
 THERE = Plan((make_entry("a"), make_entry("b", grid=GRID)), (0, 1))

@@ -35,7 +35,7 @@ def column(table, title):
     return [row[place].text for row in table.cells]
 
 
-# --- the main table -------------------------------------------------------------------------------
+# --- the main table -----------------------------------------------------------------------------
 
 
 def test_mean_deviation_and_costs_of_each_row(study):
@@ -57,7 +57,8 @@ def test_mean_deviation_and_costs_of_each_row(study):
 def test_one_note_says_what_was_marked(study):
     (note,) = comparison(study)[0].notes
     assert note == (
-        "a is marked as best because the mean paired difference of a to b, 10.00 points, is more than "
+        "a is marked as best because the mean paired difference of a to b, 10.00 points, is more "
+        "than "
         "twice its standard error, 0.00 points."
     )
 
@@ -138,6 +139,12 @@ def test_a_link_with_a_clock_has_a_column(study):
     assert "over the link" not in comparison(study)[0].head
 
 
+def test_a_deadline_has_a_column(study):
+    dropped = with_summary(study, late=12)
+    assert column(comparison(dropped)[0], "late") == ["12", "12"]
+    assert "late" not in comparison(study)[0].head
+
+
 def test_a_metric_that_is_no_rate_has_four_digits(result):
     lower = {"main": "rmse", "higher_is_better": False, "percent": False}
     runs = [
@@ -166,7 +173,7 @@ def test_another_metric_has_its_own_direction_and_unit(study):
     assert table.cells[0][1].is_best
 
 
-# --- the other tables -----------------------------------------------------------------------------
+# --- the other tables ---------------------------------------------------------------------------
 
 
 def test_domains_at_the_widest_share(study):
@@ -223,7 +230,7 @@ def test_sizes_are_grouped_where_members_differ(study):
     assert titles == ["sizes (a)", "sizes (b)"]
 
 
-# --- errors ---------------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------
 
 
 def test_no_runs_cannot_be_compared():
@@ -264,7 +271,7 @@ def test_an_unknown_baseline_and_an_impossible_target(study):
         comparison(study, target=60)
 
 
-# --- plain values ---------------------------------------------------------------------------------
+# --- plain values -------------------------------------------------------------------------------
 
 
 def test_json_has_spreads_costs_and_verdicts(study):

@@ -26,7 +26,7 @@ rows = [
 [settings]
 data = "own.py:pool"
 model = "own.py:net"
-fleet = {clients = 4, sample = 2}
+fleet = {clients = 4, cohort = 2}
 rounds = 1
 
 [scales.smoke]

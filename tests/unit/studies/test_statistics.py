@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fedquilt.errors import ConfigError
-from fedquilt.milestones import Milestone
+from fedquilt.runs.milestones import Milestone
 from fedquilt.studies.statistics import (
     PERCENTAGES,
     Cost,
@@ -29,7 +29,7 @@ def seeds(*values):
     return dict(enumerate(values))
 
 
-# --- mean and deviation ---------------------------------------------------------------------------
+# --- mean and deviation -------------------------------------------------------------------------
 
 
 def test_the_deviation_is_that_of_a_sample():
@@ -54,7 +54,7 @@ def test_a_figure_that_is_not_a_number_shows():
     assert Spread.of([math.inf, 1.0]).mean == math.inf
 
 
-# --- paired comparison ----------------------------------------------------------------------------
+# --- paired comparison --------------------------------------------------------------------------
 
 
 def test_differences_are_taken_seed_by_seed():
@@ -75,7 +75,8 @@ def test_the_best_is_marked_above_twice_the_standard_error(shift, marked):
     assert verdict.difference.mean == pytest.approx(mean)
     words = "more than" if marked else "within"
     assert verdict.reason == (
-        f"the mean paired difference of a to b, {mean:.4g}, is {words} twice its standard error, {1 / math.sqrt(3):.4g}"
+        f"the mean paired difference of a to b, {mean:.4g}, is {words} twice its standard error, "
+        f"{1 / math.sqrt(3):.4g}"
     )
 
 
@@ -149,7 +150,7 @@ def test_differences_are_shown_as_asked():
     )
 
 
-# --- rows -----------------------------------------------------------------------------------------
+# --- rows ---------------------------------------------------------------------------------------
 
 
 def test_runs_are_grouped_by_row_and_sorted_by_seed(result):
@@ -166,7 +167,7 @@ def test_a_seed_counts_once(result):
         by_entry([result("a", 3, [0.1]), result("a", 3, [0.2])])
 
 
-# --- cost to a target -----------------------------------------------------------------------------
+# --- cost to a target ---------------------------------------------------------------------------
 
 
 def test_costs_are_means_over_the_seeds_that_reach_the_target(result):

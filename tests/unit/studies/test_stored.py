@@ -50,7 +50,10 @@ def test_a_result_is_read_as_it_was_stored(result, run_folder, target):
 
 
 def test_files_are_named_without_their_folders(result, run_folder, target):
-    lines = '[data]\nname = "/there/mine.npz"\n\n[model]\nname = "searched"\nsupernet = "/there/tiny.safetensors"\n'
+    lines = (
+        '[data]\nname = "/there/mine.npz"\n\n[model]\nname = "searched"\nsupernet = '
+        '"/there/tiny.safetensors"\n'
+    )
     (run_folder / "config.toml").write_text(lines)
     store(result("rafl", 0, [0.5]), run_folder, target, {})
     config = read_config(target)

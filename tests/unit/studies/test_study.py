@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import fedquilt as fq
-from fedquilt.config import Experiment
 from fedquilt.errors import ConfigError, RecordError, TrainingError
-from fedquilt.records import locked
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.folder import locked
 from fedquilt.studies import study as module
 from fedquilt.studies.plan import STUDY_FILE, Entry, Plan
 from fedquilt.studies.study import Study, run_plan, study
 
-LR = "method.local.optimiser.lr"
+LR = "method.local.optimizer.lr"
 
 
 def figures(found):
@@ -30,7 +30,7 @@ def test_the_example_of_the_docstring_is_right():
     assert len(example.examples) == 4
 
 
-# --- what is asked for ----------------------------------------------------------------------------------------------
+# --- what is asked for --------------------------------------------------------------------------
 
 
 def test_experiments_settings_names_and_files_are_the_same_study(own, settings):
@@ -74,7 +74,7 @@ def test_wrong_arguments_are_one_clear_error(entries, more, said):
         study(entries, **more)
 
 
-# --- a folder -------------------------------------------------------------------------------------------------------
+# --- a folder -----------------------------------------------------------------------------------
 
 
 def test_a_study_is_read_as_it_was_run(own, settings, counting):
@@ -141,7 +141,7 @@ def test_a_folder_with_something_else_is_refused(own, settings):
         study({"a": settings()}, out="file")
 
 
-# --- tuning ---------------------------------------------------------------------------------------------------------
+# --- tuning -------------------------------------------------------------------------------------
 
 
 def test_tuning_never_looks_at_the_test_set(own, settings):
@@ -217,12 +217,12 @@ def test_runs_of_another_point_are_not_resumed(own, settings):
         study({"a": settings(rounds=2)}, grid={LR: (1e-6, 0.1)}, out="s")
 
 
-# --- tables ---------------------------------------------------------------------------------------------------------
+# --- tables -------------------------------------------------------------------------------------
 
 
 def test_a_run_that_diverged_is_named_in_the_table(own, settings):
     wild = settings()
-    wild["method"] = {**wild["method"], "local": {"optimiser": {"lr": 1e30}}}
+    wild["method"] = {**wild["method"], "local": {"optimizer": {"lr": 1e30}}}
     found = study({"tame": settings(), "wild": wild})
     assert "wild: the run of seed 0 diverged in round 2" in found.tables()[0].render("text")
     assert found.to_json()["entries"]["wild"]["diverged"] == {"0": 2}

@@ -36,7 +36,9 @@ def images(space: Space, count: int = 3) -> Tensor:
 
 
 def standalone(supernet: Supernet, config: Config) -> nn.Module:
-    """The net of a configuration, given its share of the weights by rules that are written out here."""
+    """The net of a configuration, given its share of the weights by rules that are written out
+    here.
+    """
     net = supernet.space.member(config).double()
     shared = supernet.net.state_dict()
     state = {}
@@ -183,13 +185,11 @@ def test_recalibrated_statistics_are_the_mean_over_batches():
 def test_batches_of_sorted_samples_are_mixed():
     norm = nn.Sequential(nn.BatchNorm2d(1))
     sorted_samples = torch.tensor([0.0] * 50 + [1.0] * 50).reshape(100, 1, 1, 1)
-    recalibrate(
-        norm, sorted_samples, batch_size=30
-    )  # batches of equal values would have a variance of 0
+    # batches of equal values would have a variance of 0
+    recalibrate(norm, sorted_samples, batch_size=30)
     assert norm[0].running_mean.item() == pytest.approx(0.5)
-    assert norm[0].running_var.item() == pytest.approx(
-        0.26, abs=0.001
-    )  # unbiased, of 12 or 13 each
+    # unbiased, of 12 or 13 each
+    assert norm[0].running_var.item() == pytest.approx(0.26, abs=0.001)
 
 
 def test_another_number_of_classes_draws_the_classifier_anew():
@@ -231,7 +231,7 @@ def test_a_member_is_traced_and_trained():
     pool = fq.data.Pool.of(
         (digits.inputs[:64], digits.targets[:64]), (digits.inputs[64:96], digits.targets[64:96])
     )
-    data = pool.deal(2)
+    data = pool.partition(2)
     config = supernet.space.smallest
     family = fq.trace(lambda: supernet.member(config, num_classes=10), data.example)
     counted = family.cost(family.whole)

@@ -1,7 +1,8 @@
 """Predictor and search against measured accuracies of a small supernet, trained on rotated digits.
 
-Three disjoint sets of images are used: public images for the training and norm statistics, the other training images to
-measure members for the predictor, and test images to compare members afterwards.
+Three disjoint sets of images are used: public images for the training and norm statistics, the
+other training images to measure members for the predictor, and test images to compare members
+afterwards.
 """
 
 from __future__ import annotations

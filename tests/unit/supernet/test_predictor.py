@@ -36,7 +36,8 @@ def test_the_penalty_has_the_smallest_leave_one_out_error() -> None:
         residuals = []
         for left_out in range(60):
             rows = np.arange(60) != left_out
-            # The closed form keeps the penalty and the scale of all samples, so the reference does too.
+            # The closed form keeps the penalty and the scale of all samples, so the reference does
+            # too.
             reference = Ridge(alpha=penalty).fit(standardized[rows], TARGETS[rows])
             residuals.append(
                 TARGETS[left_out] - reference.predict(standardized[left_out : left_out + 1])[0]
@@ -94,9 +95,8 @@ def test_accuracy_is_measured_with_the_members_own_statistics() -> None:
     inputs = torch.randn(64, 1, 8, 8, generator=generator)
     config = supernet.space.smallest
     member = supernet.member(config).train()
-    labels = member(inputs).argmax(
-        1
-    )  # a batch that is all of the samples: its statistics are the measured ones
+    # a batch that is all of the samples: its statistics are the measured ones
+    labels = member(inputs).argmax(1)
     with pytest.raises(DataError, match="64 images with 3 labels"):
         Validation(inputs, labels[:3], inputs)
     validation = Validation(inputs, labels, inputs)

@@ -1,4 +1,6 @@
-"""Search within limits: on the space `tiny`, whose 400 nets can all be looked at, and on the large spaces."""
+"""Search within limits: on the space `tiny`, whose 400 nets can all be looked at, and on the large
+spaces.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def all_costs() -> list[tuple[Config, int, int, int]]:
 
 
 def uneven(configs: Sequence[Config]) -> Floats:
-    """Score as a trained supernet might: mostly by cost, with preferences that cost does not explain."""
+    """Score as a trained supernet might: mostly by cost, with preferences that cost does not
+    explain.
+    """
     rows = []
     for config in configs:
         kernels = sum((-1) ** place * kernel for place, kernel in enumerate(config.kernels))
@@ -62,7 +66,7 @@ class Watched:
 WATCHED = Search(METER, Watched(), QUICK)
 
 
-# --- configurations as whole numbers --------------------------------------------------------------------------------
+# --- configurations as whole numbers ------------------------------------------------------------
 
 
 def test_every_net_is_one_tuple_of_genes() -> None:
@@ -82,7 +86,7 @@ def test_larger_genes_cost_more() -> None:
             assert TINY.cost(genome.config(genome.moved(genes, place, 1))).macs > cost.macs
 
 
-# --- limits ---------------------------------------------------------------------------------------------------------
+# --- limits -------------------------------------------------------------------------------------
 
 
 def check_limits(macs: float, params: float | None, memory: float | None) -> None:
@@ -184,7 +188,7 @@ def test_memory_of_large_spaces_is_that_of_a_recorded_training_step(name: str) -
         )
 
 
-# --- the best member ------------------------------------------------------------------------------------------------
+# --- the best member ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
@@ -288,7 +292,7 @@ def test_unknown_strategies_are_refused() -> None:
 
 def test_without_pygad_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pygad", None)
-    with pytest.raises(ConfigError, match=r"fedquilt\[search\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e .\.\[search\]"):
         Search(METER, options=QUICK).best(Limits(macs=1e5))
     assert (
         Search(METER, options=replace(QUICK, strategy="random")).best(Limits(macs=1e5)).costs.macs

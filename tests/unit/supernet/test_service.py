@@ -76,9 +76,8 @@ def test_a_new_device_gets_its_own_search_while_there_is_room() -> None:
     service = SearchService(SEARCH, num_members=2)
     service.prepare({Budget(macs=2e5): 1})
     assert len(service.members) == 1
-    assert (
-        service.query(Limits(macs=2.05e5)) == service.members[0]
-    )  # close enough to an existing one
+    # close enough to an existing one
+    assert service.query(Limits(macs=2.05e5)) == service.members[0]
     small = service.query(Limits(macs=1e5))
     assert len(service.members) == 2
     assert service.query(Limits(macs=1.5e5)) == small  # the members are fixed now

@@ -101,7 +101,9 @@ def test_counts_by_hand():
     ("name", "targets"), [("resnet50", (28, 40, 48, 56, 79.7)), ("mobilenetv3", (8, 13, 16))]
 )
 def test_spaces_have_members_of_the_sizes_in_the_paper(name, targets):
-    """RaFL's limits and knowledge nets, in millions of multiply-adds, with ImageNet's strides on 32×32 images."""
+    """RaFL's limits and knowledge nets, in millions of multiply-adds, with ImageNet's strides on
+    32×32 images.
+    """
     space = SPACES[name]()
     draw = generator()
     configs = [space.smallest, space.largest, *(space.sample(draw) for _ in range(100))]
@@ -161,7 +163,9 @@ def test_choices_of_missing_blocks_do_not_matter():
 
 
 def test_a_mutated_depth_draws_the_new_block():
-    """A block that the parent does not have is drawn, instead of always getting its smallest option."""
+    """A block that the parent does not have is drawn, instead of always getting its smallest
+    option.
+    """
     space, draw = TinySpace(), generator()
     grown = {space.mutate(space.smallest, draw, 0.5) for _ in range(100)}
     second = {config.expansions[1] for config in grown if config.depths[0] == 2}

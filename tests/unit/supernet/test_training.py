@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fedquilt as fq
 from fedquilt.errors import ConfigError, DataError, DivergenceError, RecordError
-from fedquilt.files import Blob
+from fedquilt.storage.files import Blob
 from fedquilt.supernet import (
     ResNet50Space,
     Supernet,
@@ -52,7 +52,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     )
 
 
-# --- data ---
+# --- data ---------------------------------------------------------------------------------------
 
 
 def test_rotations_by_hand():
@@ -99,7 +99,7 @@ def test_settings_out_of_range_are_refused():
         SupernetTraining(epochs=0, lr=-1)
 
 
-# --- phases ---
+# --- phases -------------------------------------------------------------------------------------
 
 
 def test_phases_open_kernels_then_depths_then_expansions_then_widths():
@@ -199,7 +199,7 @@ def test_augmentation_shifts_and_mirrors():
         )
 
 
-# --- training, resumed ---
+# --- training, resumed --------------------------------------------------------------------------
 
 
 def test_training_resumed_equals_training_in_one_go(tmp_path):
@@ -289,7 +289,7 @@ def test_shrinking_makes_small_members_good():
     assert found[0] < 0.6 < 0.75 < found[1]
 
 
-# --- files ---
+# --- files --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -367,7 +367,7 @@ def test_files_that_are_no_supernets_are_refused(tmp_path):
         load_supernet(other)
 
 
-# --- weights of the largest net ---
+# --- weights of the largest net -----------------------------------------------------------------
 
 
 def largest_weights() -> dict[str, torch.Tensor]:

@@ -65,7 +65,7 @@ def exactly(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
-# --- cross-entropy ----------------------------------------------------------------------------------------------
+# --- cross-entropy ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["classification", "tokens", "dense"])
@@ -130,7 +130,7 @@ def test_class_weights_are_made_once():
     assert _constant.cache_info().misses == 1
 
 
-# --- real numbers and labels ------------------------------------------------------------------------------------
+# --- real numbers and labels --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_binary_cross_entropy_of_labels():
         )
 
 
-# --- all of them ------------------------------------------------------------------------------------------------
+# --- all of them --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

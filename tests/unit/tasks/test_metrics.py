@@ -1,4 +1,6 @@
-"""Metrics: numbers worked out by hand or by scikit-learn, sums that add up, and the same sums under vmap."""
+"""Metrics: numbers worked out by hand or by scikit-learn, sums that add up, and the same sums under
+vmap.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,7 @@ def test_without_samples_a_metric_is_not_a_number(task, outputs, targets):
     assert all(math.isnan(value) for value in found.values())
 
 
-# --- classes ----------------------------------------------------------------------------------------------------
+# --- classes ------------------------------------------------------------------------------------
 
 
 def test_accuracy_counts_in_whole_numbers():
@@ -181,7 +183,7 @@ def test_f1_by_hand():
     assert F1("micro").value(sums) == pytest.approx(2 / 5)
 
 
-# --- labels and real numbers ------------------------------------------------------------------------------------
+# --- labels and real numbers --------------------------------------------------------------------
 
 
 def test_label_accuracy_is_over_samples_and_labels():
@@ -207,7 +209,7 @@ def test_r2_of_targets_that_are_all_equal_is_not_a_number():
     assert math.isnan(R2().value(R2().sums(torch.zeros(3, 1), torch.full((3,), 0.1))))
 
 
-# --- collected --------------------------------------------------------------------------------------------------
+# --- collected ----------------------------------------------------------------------------------
 
 
 def test_ranked_scores_by_hand():

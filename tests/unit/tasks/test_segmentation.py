@@ -28,13 +28,15 @@ def loss(task: Segmentation, outputs: Tensor = OUTPUTS, mask: Tensor = MASK) -> 
     return float(task.mean_loss(outputs, mask))
 
 
-# --- loss ---------------------------------------------------------------------------------------------------------
+# --- loss ---------------------------------------------------------------------------------------
 
 
 def test_soft_dice_worked_out_by_hand():
-    # Class 1: overlap 3/4, probabilities 5/4 in all, one true pixel: (2 · 3/4 + 1) / (5/4 + 1 + 1) = 10/13.
+    # Class 1: overlap 3/4, probabilities 5/4 in all, one true pixel: (2 · 3/4 + 1) / (5/4 + 1 + 1)
+    # = 10/13.
     assert loss(Segmentation(loss="dice", smooth=1.0)) == pytest.approx(3 / 13, abs=1e-15)
-    # Class 0: overlap 1/2, probabilities 3/4 in all, one true pixel: (2 · 1/2 + 1) / (3/4 + 1 + 1) = 8/11.
+    # Class 0: overlap 1/2, probabilities 3/4 in all, one true pixel: (2 · 1/2 + 1) / (3/4 + 1 + 1)
+    # = 8/11.
     both_classes = Segmentation(loss="dice", smooth=1.0, background=True)
     assert loss(both_classes) == pytest.approx(1 - (10 / 13 + 8 / 11) / 2, abs=1e-15)
     assert loss(Segmentation(loss="dice", smooth=1e-12)) == pytest.approx(1 - 1.5 / 2.25, abs=1e-11)
@@ -48,7 +50,9 @@ def test_the_usual_loss_is_cross_entropy_plus_soft_dice():
 
 
 def test_the_gradient_of_soft_dice_worked_out_by_hand():
-    """∂D/∂p_v = (2 g_v (S + s) − (2 O + s)) / (S + s)² with S + s = 13/4 and 2 O + s = 5/2; ∂p/∂z = p (1 − p)."""
+    """∂D/∂p_v = (2 g_v (S + s) − (2 O + s)) / (S + s)² with S + s = 13/4 and 2 O + s = 5/2; ∂p/∂z =
+    p (1 − p).
+    """
     task = Segmentation(loss="dice", smooth=1.0)
     found = grad(task.mean_loss)(OUTPUTS, MASK)
     first = -(2 * 13 / 4 - 5 / 2) / (13 / 4) ** 2 * 3 / 16
@@ -105,7 +109,9 @@ def test_a_mask_in_which_nothing_counts_has_no_loss(kind):
 
 
 def test_every_sample_counts_alike_whatever_its_size():
-    """With a pixel ignored the first image has one that counts, and weighs as much as the second with two."""
+    """With a pixel ignored the first image has one that counts, and weighs as much as the second
+    with two.
+    """
     masks = torch.cat([torch.tensor([[[1, -100]]]), MASK])
     found = Segmentation(loss="cross-entropy").mean_loss(OUTPUTS.repeat(2, 1, 1, 1), masks)
     assert float(found) == pytest.approx((-math.log(3 / 4) + ENTROPY) / 2, abs=1e-15)
@@ -143,7 +149,7 @@ def test_half_precision_outputs_have_a_loss_in_single_precision():
     assert float(found) == pytest.approx(1 - 2 * 2000 / 6000, rel=1e-5)
 
 
-# --- metrics ------------------------------------------------------------------------------------------------------
+# --- metrics ------------------------------------------------------------------------------------
 
 TRUE = torch.tensor([[0, 1, 1, 2], [1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]).reshape(4, 2, 2)
 PREDICTED = torch.tensor([[0, 1, 2, 2], [1, 1, 1, 0], [2, 0, 0, 0], [0, 0, 0, 0]]).reshape(4, 2, 2)
@@ -152,8 +158,9 @@ NAMES = tuple(
     for stem in ("dice", "iou", "pooled_dice", "pooled_iou")
     for end in ("", "_1", "_2")
 )
-# Volume 1 has 2/3 in both classes. Volume 2 has 1 in class 1 and no class 2. Volume 3 has a predicted class 2 that is
-# not there, which scores 0. Volume 4 has no foreground at all and is left out.
+# Volume 1 has 2/3 in both classes. Volume 2 has 1 in class 1 and no class 2. Volume 3 has a
+# predicted class 2 that is not there, which scores 0. Volume 4 has no foreground at all and is left
+# out.
 BY_HAND = {
     "dice": (2 / 3 + 1 + 0) / 3,
     "dice_1": (2 / 3 + 1) / 2,
@@ -264,7 +271,7 @@ def test_dice_of_every_foreground_class_is_reported_unless_others_are_asked_for(
     assert settled.metric_of("local_dice").name == "dice"
 
 
-# --- what fits ----------------------------------------------------------------------------------------------------
+# --- what fits ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -290,7 +297,10 @@ def test_masks_that_do_not_fit_are_refused(masks, shape, message):
 def test_masks_without_foreground_are_refused():
     Segmentation().check_whole(TRUE, "mine")
     empty = torch.tensor([[[0, -100]], [[0, 0]]])
-    message = "on mine; its 2 masks have no foreground: all values are from -100 to 0.*task.background = true"
+    message = (
+        "on mine; its 2 masks have no foreground: all values are from -100 to "
+        "0.*task.background = true"
+    )
     with pytest.raises(DataError, match=message):
         Segmentation().check_whole(empty, "mine")
     Segmentation(background=True).check_whole(empty, "mine")

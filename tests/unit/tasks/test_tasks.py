@@ -1,4 +1,6 @@
-"""Finding a task by name, by its file or from the data; what fits an output, and mistakes that are found early."""
+"""Finding a task by name, by its file or from the data; what fits an output, and mistakes that are
+found early.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-# --- from the data ----------------------------------------------------------------------------------------------
+# --- from the data ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ def test_the_classes_of_an_output_come_second():
     assert classes_second((2, 5, 7), 1) == (2, 5, 7)
 
 
-# --- what fits --------------------------------------------------------------------------------------------------
+# --- what fits ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_the_number_of_outputs():
         Classification().num_outputs(NUMBERS, 0)
 
 
-# --- by name ----------------------------------------------------------------------------------------------------
+# --- by name ------------------------------------------------------------------------------------
 
 OWN = """
 from dataclasses import dataclass
@@ -247,7 +249,7 @@ def test_tasks_are_values():
     assert pickle.loads(pickle.dumps(task)) == task
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------
+# --- mistakes -----------------------------------------------------------------------------------
 
 
 class Rows(SumMetric):

@@ -1,0 +1,1 @@
+"""Settings: dataclasses from plain values and back, with all problems reported at once."""

@@ -1,0 +1,1 @@
+"""Checks of a method: budgets, engines, links, resume, determinism and export."""

@@ -1,0 +1,1 @@
+"""The engine on the workers of a Ray cluster."""

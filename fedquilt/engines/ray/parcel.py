@@ -1,0 +1,104 @@
+"""Parcels: values that are sent to another process.
+
+Objects that the other process already has are sent by name. For example, a partial fold holds the
+family's cutter and the server's weights besides its sums, but only the sums are sent.
+
+Tensors are sent beside the pickle as plain arrays, which Ray's object store shares without copying.
+They are copied into new memory on arrival, because the last bits of a product depend on alignment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedquilt.names import own_modules
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Packed value: a pickle without tensors, and the tensors as arrays."""
+
+    rest: bytes  # Pickle of the value without its tensors
+    tensors: list[np.ndarray] = field(default_factory=list)  # Bytes of each tensor
+
+
+def pack(value: Any, known: Mapping[str, object]) -> Parcel:
+    """Pack a value for another process.
+
+    Args:
+        value: Value to pack.
+        known: Objects that the other process has, by name. They are sent as their names.
+    """
+    cloudpickle: Any = importlib.import_module("ray.cloudpickle")
+    for module in own_modules():
+        cloudpickle.register_pickle_by_value(module)
+    file = io.BytesIO()
+    packer = _packer()(file)
+    packer.names = {id(known_object): name for name, known_object in known.items()}
+    packer.tensors, packer.places = [], {}
+    packer.dump(value)
+    return Parcel(file.getvalue(), packer.tensors)
+
+
+def unpack(parcel: Parcel, known: Mapping[str, object], device: torch.device) -> Any:
+    """Return the value that was packed into a parcel.
+
+    Args:
+        parcel: Packed value.
+        known: Objects of this process by the names that were used in `pack`.
+        device: Device for tensors that were on a GPU. Tensors of a CPU stay on the CPU.
+    """
+    return _Unpacker(parcel, known, device).load()
+
+
+@cache
+def _packer() -> type[Any]:
+    """Return the pickler, which is a subclass of a class of Ray."""
+    cloudpickle: Any = importlib.import_module("ray.cloudpickle")
+
+    class Packer(cloudpickle.CloudPickler):  # type: ignore[misc]  # Ray is imported when it is asked for
+        names: dict[int, str]
+        tensors: list[np.ndarray]
+        # Tensors and their numbers by id. Tensors are kept alive, so that no id is reused.
+        places: dict[int, tuple[Tensor, int]]
+
+        def persistent_id(self, value: Any) -> Any:
+            if id(value) in self.names:
+                return self.names[id(value)]
+            if type(value) is not Tensor or value.requires_grad or value.layout != torch.strided:
+                return None
+            if id(value) not in self.places:
+                self.places[id(value)] = value, len(self.tensors)
+                self.tensors.append(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            return self.places[id(value)][1], value.dtype, tuple(value.shape), value.is_cpu
+
+    return Packer
+
+
+class _Unpacker(pickle.Unpickler):
+    """Unpickler that resolves the names of known objects and the numbers of tensors."""
+
+    def __init__(self, parcel: Parcel, known: Mapping[str, object], device: torch.device) -> None:
+        super().__init__(io.BytesIO(parcel.rest))
+        self._parcel, self._known, self._device = parcel, known, device
+        self._made: dict[int, Tensor] = {}
+
+    def persistent_load(self, name: Any) -> Any:
+        if isinstance(name, str):
+            return self._known[name]
+        number, dtype, shape, on_cpu = name
+        if number not in self._made:
+            tensor = torch.empty(shape, dtype=dtype)
+            np.copyto(tensor.reshape(-1).view(torch.uint8).numpy(), self._parcel.tensors[number])
+            self._made[number] = tensor if on_cpu else tensor.to(self._device)
+        return self._made[number]

@@ -1,0 +1,1 @@
+"""The vectorized engine: clients of equal shape trained as one."""

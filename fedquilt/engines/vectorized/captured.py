@@ -1,0 +1,120 @@
+"""Captured forward passes of a member over many batches of one size.
+
+They are used for evaluation and for norm statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedquilt.engines.vectorized.groups import recorded, rewrite
+from fedquilt.hardware.device import channels_last
+from fedquilt.round.training.optimizers import State
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from fedquilt.terms import Weights
+
+_CHUNK = 256  # Number of batches whose sample positions are on the device at once
+
+# Function of weights and sample positions that returns the results for one batch, by name.
+Look = Callable[["Weights", Tensor], State]
+
+
+class CapturedPass:
+    """Forward pass over batches whose results are summed.
+
+    A caller uses `begin`, then `replay` for every batch, then `end`, which returns the sums. Like a
+    client group, a pass keeps its tensors, knows nothing of rounds, and has its own stream.
+
+    Passes of unequal members overlap if their batches are replayed in turns. A stream accepts only
+    a few replays in advance and then blocks its caller.
+
+    Args:
+        look: Function that is captured.
+        weights: Weights, whose shapes are used. `begin` replaces the values.
+        size: Samples in each batch.
+        device: Device on which the pass runs.
+    """
+
+    def __init__(self, look: Look, weights: Weights, size: int, device: torch.device) -> None:
+        self._look, self._graph = look, None
+        self._weights = {name: channels_last(value.clone()) for name, value in weights.items()}
+        self._rows = torch.zeros(_CHUNK, size, dtype=torch.int64, device=device)
+        self._at = torch.zeros(1, dtype=torch.int64, device=device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._sums: State = {}
+        self._batches = torch.zeros(0, size, dtype=torch.int64, device=device)
+        self._played = 0
+        self._follow()
+        with self._on_stream():
+            self._sums = {name: torch.zeros_like(value) for name, value in self._see().items()}
+        if self._stream is not None:
+            self._graph = recorded(self._step, self._stream)
+
+    def begin(self, weights: Weights, batches: list[Tensor]) -> None:
+        """Load weights and the positions of batches of equal size, and reset the sums."""
+        rewrite(self._weights, weights)
+        self._batches, self._played = torch.stack(batches), 0
+        self._follow()
+        if self._stream is not None:
+            # Without this, the memory could be reused before the stream has read it.
+            self._batches.record_stream(self._stream)
+        with self._on_stream():
+            torch._foreach_zero_(list(self._sums.values()))
+
+    def replay(self) -> bool:
+        """Run the next batch. Return False if there is none."""
+        if self._played == len(self._batches):
+            return False
+        with self._on_stream():
+            if self._played % _CHUNK == 0:
+                chunk = self._batches[self._played : self._played + _CHUNK]
+                self._rows[: len(chunk)] = chunk
+                self._at.zero_()
+            self._step() if self._graph is None else self._graph.replay()
+        self._played += 1
+        return True
+
+    def end(self) -> State:
+        """Return the sums over all batches, after running those that remain.
+
+        The tensors belong to the pass and are valid until it begins again.
+        """
+        while self.replay():
+            pass
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return self._sums
+
+    def _step(self) -> None:
+        """Add the results of the current batch to the sums, and advance by one batch."""
+        results = self._see()
+        torch._foreach_add_(list(self._sums.values()), [results[name] for name in self._sums])
+        self._at += 1
+
+    def _see(self) -> State:
+        """Return the results of the current batch."""
+        with torch.no_grad():
+            return self._look(self._weights, self._rows.index_select(0, self._at)[0])
+
+    def _follow(self) -> None:
+        """Let the pass's stream wait for all work that has been launched so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+
+def by_turns(passes: Iterable[CapturedPass]) -> None:
+    """Run all remaining batches of several passes in turns, so that the passes overlap."""
+    running = list(passes)
+    while running:
+        running = [captured for captured in running if captured.replay()]

@@ -1,0 +1,1 @@
+"""Tracing: from a run of a module on fake tensors to its named axes."""

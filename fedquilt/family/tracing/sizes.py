@@ -1,0 +1,692 @@
+"""Sizes that Python reads in `forward`: which dimensions and attributes they depend on.
+
+Sizes that `forward` reads from shapes or attributes are integers that remember their origin
+(`Size`). `x.view(B, N, self.heads, C // self.heads)` therefore shows which attribute and which
+dimension the view depends on. Some attributes hold the size of a dimension, and some sizes must
+stay equal in every member.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cache
+from math import isclose, prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from fedquilt.family.tracing.atoms import (
+    Dim,
+    Factor,
+    Facts,
+    Terms,
+    count,
+    couple,
+    is_free,
+    is_plain,
+    pin,
+    plain,
+    resolve,
+    size,
+    split,
+    unify,
+)
+from fedquilt.family.tracing.record import Value
+
+Leaf = tuple[Value, int] | str  # A dimension of a tensor, or the path of an attribute
+Powers = tuple[tuple[Leaf, int], ...]  # A monomial, in the order of `_rank`
+Poly = Mapping[Powers, Fraction]
+
+
+@dataclass(frozen=True)
+class Equation:
+    """A statement that a size which Python computed is the length of a dimension.
+
+    For a slice, it may be the length of what comes before the slice.
+    """
+
+    size: Poly
+    value: Value
+    mark: object  # Number of a dimension, or a key of `value.marks`
+
+    @property
+    def dim(self) -> Dim | None:
+        """Return the dimension. None: no rule has described the tensor."""
+        if not self.value.known:
+            return None
+        return (
+            self.value.dims[self.mark]
+            if isinstance(self.mark, int)
+            else self.value.marks.get(self.mark)
+        )
+
+
+class Size(int):
+    """An int that remembers which dimensions and attributes it was computed from."""
+
+    poly: Poly
+    trail: Trail
+
+    @staticmethod
+    def of(value: int, poly: Poly, trail: Trail) -> Size:
+        """Return a size.
+
+        Args:
+            value: The number.
+            poly: The number as a polynomial of dimensions and attributes.
+            trail: Notes how Python uses the size.
+        """
+        self = Size(value)
+        self.poly, self.trail = poly, trail
+        return self
+
+    def _with(self, value: int, poly: Poly) -> Size:
+        return Size.of(
+            value, {powers: factor for powers, factor in poly.items() if factor}, self.trail
+        )
+
+    def __add__(self, other: int) -> int:
+        total = int(self).__add__(other)
+        if not isinstance(total, int):
+            return total
+        poly = dict(self.poly)
+        for powers, factor in _poly(other).items():
+            poly[powers] = poly.get(powers, Fraction(0)) + factor
+        return self._with(total, poly)
+
+    __radd__ = __add__
+
+    def __neg__(self) -> int:
+        return self._with(-int(self), {powers: -factor for powers, factor in self.poly.items()})
+
+    def __sub__(self, other: int) -> int:
+        return self + -other
+
+    def __rsub__(self, other: int) -> int:
+        return -self + other
+
+    def __mul__(self, other: int) -> int:
+        total = int(self).__mul__(other)
+        if not isinstance(total, int):
+            return total
+        poly: dict[Powers, Fraction] = {}
+        for left, a in self.poly.items():
+            for right, b in _poly(other).items():
+                powers = _times(left, right)
+                poly[powers] = poly.get(powers, Fraction(0)) + a * b
+        return self._with(total, poly)
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: int) -> int:
+        result = int(self).__floordiv__(other)
+        if not isinstance(result, int) or int(self) % other or len(_poly(other)) != 1:
+            return result
+        ((divisor, b),) = _poly(other).items()
+        inverse = tuple((leaf, -power) for leaf, power in divisor)
+        return self._with(
+            result, {_times(monomial, inverse): a / b for monomial, a in self.poly.items()}
+        )
+
+    # The methods below note that a size becomes a number of the computation, such as an attention
+    # scale or the divisor of a mean. Cutting changes that number.
+    def __float__(self) -> float:
+        self.trail.numbers.append(self.poly)
+        return float(int(self))
+
+    def __truediv__(self, other: float) -> float:
+        return float(self) / other
+
+    def __rtruediv__(self, other: float) -> float:
+        return other / float(self)
+
+    def __pow__(self, other: Any, mod: Any = None) -> Any:
+        self.trail.numbers.append(self.poly)
+        return pow(int(self), other, mod)
+
+    # A comparison may choose a branch. Sizes that are equal here must be equal in members too.
+    # Widths at which unequal sizes become equal are checked later.
+    def __eq__(self, other: object) -> bool:
+        same = int(self) == (int(other) if isinstance(other, Size) else other)
+        if isinstance(other, int) and other > 1 and self.trail.hashed != _instruction():
+            if not same:
+                self.trail.unequal.append((self.poly, _poly(other)))
+            elif isinstance(other, Size):
+                self.trail.equal.append((self.poly, other.poly))
+        return same
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        self.trail.hashed = _instruction()  # A cache look-up compares without branching.
+        return hash(int(self))
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
+def _instruction() -> tuple[int, int]:
+    """Return the instruction that the caller's caller executes."""
+    frame = sys._getframe(2)
+    return id(frame), frame.f_lasti
+
+
+class Scale(float):
+    """A float attribute that remembers its path, because it may be the root of a size."""
+
+    path: str
+
+
+def _poly(value: int) -> Poly:
+    return value.poly if isinstance(value, Size) else {(): Fraction(value)}
+
+
+def _times(one: Powers, two: Powers) -> Powers:
+    """Multiply two monomials."""
+    powers = dict(one)
+    for leaf, power in two:
+        powers[leaf] = powers.get(leaf, 0) + power
+    return tuple(sorted(((leaf, power) for leaf, power in powers.items() if power), key=_rank))
+
+
+def _rank(item: tuple[Leaf, int]) -> tuple[int, int, str]:
+    """Return a sort key that does not depend on addresses or hash seeds.
+
+    Tracing a module twice therefore gives the same layout.
+    """
+    leaf, _ = item
+    return (0, 0, leaf) if isinstance(leaf, str) else (leaf[0].number, leaf[1], "")
+
+
+class Trail(TorchFunctionMode):
+    """A context that follows sizes from where Python reads them to where it uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.equations: list[Equation] = []
+        self.equal: list[tuple[Poly, Poly]] = []
+        self.unequal: list[tuple[Poly, Poly]] = []
+        self.numbers: list[Poly] = []
+        self.scales: list[Scale] = []
+        self.hashed = (0, 0)  # Instruction that last hashed a size
+        self._inside: set[object] = set()  # Python functions of torch that are running
+
+    def attach(self, module: nn.Module, value: Callable[[Tensor], Value]) -> None:
+        """Replace every number that the module keeps by one that remembers its path."""
+        self.value = value
+        for path, holder, key, number_or_sizes in list(attributes(module)):
+            if isinstance(number_or_sizes, float):
+                holder[key] = Scale(number_or_sizes)
+                holder[key].path = path
+            elif isinstance(number_or_sizes, int):
+                holder[key] = self.size(number_or_sizes, path)
+            else:
+                holder[key] = type(number_or_sizes)(
+                    self.size(n, f"{path}.{position}") for position, n in enumerate(number_or_sizes)
+                )
+
+    def size(self, value: int, leaf: Leaf) -> int:
+        """Return a number that remembers its origin. Sizes of 0 and 1 do not."""
+        return Size.of(value, {((leaf, 1),): Fraction(1)}, self) if value > 1 else value
+
+    def shape(self, tensor: Tensor) -> torch.Size:
+        """Return the shape of a tensor, with sizes that remember their origin."""
+        value = self.value(tensor)
+        return torch.Size([self.size(n, (value, dim)) for dim, n in enumerate(value.shape)])
+
+    def equate(self, size: object, tensor: Tensor, mark: object) -> None:
+        """Note that a size which Python computed is the length of a dimension.
+
+        Args:
+            size: The size. Numbers that are no `Size` have no effect.
+            tensor: The tensor that has the dimension.
+            mark: Number of the dimension, or a key of `Value.marks`.
+        """
+        if isinstance(size, Size):
+            self.equations.append(Equation(size.poly, self.value(tensor), mark))
+
+    def __torch_function__(
+        self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__self__", None) is Tensor.shape:
+            return self.shape(args[0])
+        name = getattr(func, "__name__", "")
+        if name == "size":
+            shape = self.shape(args[0])
+            dim = args[1] if len(args) > 1 else kwargs.get("dim")
+            return shape if dim is None else shape[dim]
+        if name == "numel":
+            return prod(self.shape(args[0]))
+        if name in _USES:
+            result = func(*args, **kwargs)
+            _USES[name](self, result, *args, **kwargs)
+            return result
+        if isinstance(func, types.FunctionType) and func not in self._inside:
+            self._inside.add(func)
+            try:
+                with self:
+                    return _unguarded(func)(*args, **kwargs)
+            finally:
+                self._inside.discard(func)
+        if name in _ARITHMETIC:
+            for operand in (*args, *kwargs.values()):
+                if isinstance(operand, Size):
+                    self.numbers.append(operand.poly)
+                elif isinstance(operand, Scale):
+                    self.scales.append(operand)
+        return func(*args, **kwargs)
+
+
+@cache
+def _unguarded(func: types.FunctionType) -> Callable[..., Any]:
+    """Return a Python function of torch without its hand-over to modes.
+
+    The operations inside the function can then be followed.
+    """
+    checks = {name for name in func.__globals__ if name.startswith("has_torch_function")}
+    namespace = {**func.__globals__, **dict.fromkeys(checks, lambda *_: False)}
+    copy = types.FunctionType(
+        func.__code__, namespace, func.__name__, func.__defaults__, func.__closure__
+    )
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+_ARITHMETIC = {
+    *(
+        "mul",
+        "div",
+        "true_divide",
+        "divide",
+        "multiply",
+        "add",
+        "sub",
+        "pow",
+        "rsub",
+        "mul_",
+        "div_",
+        "add_",
+        "sub_",
+    ),
+    *(
+        "__mul__",
+        "__rmul__",
+        "__truediv__",
+        "__rtruediv__",
+        "__div__",
+        "__rdiv__",
+        "__imul__",
+        "__itruediv__",
+    ),
+    *(
+        "__add__",
+        "__radd__",
+        "__sub__",
+        "__rsub__",
+        "__pow__",
+        "__rpow__",
+        "softmax",
+        "baddbmm",
+        "clamp",
+    ),
+}
+_Use = Callable[..., None]
+# Functions that note which arguments are lengths of the result, by the name of torch's function
+_USES: dict[str, _Use] = {}
+
+
+def _use(*names: str) -> Callable[[_Use], _Use]:
+    """Register how functions or methods of torch use sizes."""
+
+    def register(use: _Use) -> _Use:
+        _USES.update(dict.fromkeys(names, use))
+        return use
+
+    return register
+
+
+@_use(
+    "view",
+    "reshape",
+    "expand",
+    "view_copy",
+    "new_zeros",
+    "new_ones",
+    "new_empty",
+    "new_full",
+    "broadcast_to",
+)
+def _resized(trail: Trail, out: Tensor, _: Tensor, *args: Any, **kwargs: Any) -> None:
+    _created(trail, out, *args, **kwargs)
+
+
+@_use("zeros", "ones", "empty", "full", "rand", "randn")
+def _created(trail: Trail, out: Tensor, *args: Any, **kwargs: Any) -> None:
+    shape_args = args[:1] if args and isinstance(args[0], (tuple, list)) else args
+    sizes = pytree.tree_leaves((shape_args, kwargs.get("size"), kwargs.get("shape")))
+    for dim, length in enumerate(sizes[: out.ndim]):
+        trail.equate(length, out, dim)
+
+
+@_use("unflatten")
+def _unflattened(trail: Trail, out: Tensor, x: Tensor, dim: int, sizes: Sequence[int]) -> None:
+    for offset, length in enumerate(sizes):
+        trail.equate(length, out, dim % x.ndim + offset)
+
+
+@_use("split", "split_with_sizes", "tensor_split")
+def _split(
+    trail: Trail, out: Sequence[Tensor], x: Tensor, *args: Any, dim: int = 0, **kwargs: Any
+) -> None:
+    sizes, *positional = (*args, *kwargs.values())
+    dim = (positional[0] if positional else dim) % x.ndim
+    for piece, length in zip(
+        out, sizes if isinstance(sizes, (tuple, list)) else [sizes], strict=False
+    ):
+        trail.equate(length, piece, dim)
+
+
+@_use("narrow")
+def _narrowed(trail: Trail, out: Tensor, x: Tensor, dim: int, start: int, length: int) -> None:
+    trail.equate(length, out, dim % x.ndim)
+    trail.equate(start, out, ("start", dim % x.ndim))
+
+
+@_use("__getitem__")
+def _indexed(trail: Trail, out: Tensor, x: Tensor, index: Any) -> None:
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if not any(
+        isinstance(e, slice) and any(isinstance(n, Size) for n in (e.start, e.stop))
+        for e in entries
+    ):
+        return
+    if any(isinstance(entry, (Tensor, list)) for entry in entries):
+        return  # Advanced indexing moves dimensions. The later check covers its result.
+    if Ellipsis in entries:
+        position = entries.index(Ellipsis)
+        num_indexed = sum(entry is not None for entry in entries) - 1
+        entries[position : position + 1] = [slice(None)] * (x.ndim - num_indexed)
+    source = target = 0
+    shape = trail.shape(x)
+    for entry in entries:
+        if isinstance(entry, slice):
+            start, stop = entry.start or 0, shape[source] if entry.stop is None else entry.stop
+            start, stop = (n + shape[source] if n < 0 else n for n in (start, stop))
+            if entry.step in (None, 1):
+                trail.equate(stop - start, out, target)
+                trail.equate(start, out, ("start", target))
+        source += entry is not None
+        target += entry is None or isinstance(entry, slice)
+
+
+@_use("layer_norm", "rms_norm")
+def _normalized(
+    trail: Trail, out: Tensor, _: Tensor, normalized_shape: Sequence[int], *__: Any, **___: Any
+) -> None:
+    for dim, length in zip(range(-len(normalized_shape), 0), normalized_shape, strict=True):
+        trail.equate(length, out, out.ndim + dim)
+
+
+@_use("group_norm")
+def _grouped(trail: Trail, out: Tensor, _: Tensor, num_groups: int, *__: Any, **___: Any) -> None:
+    trail.equate(num_groups, out, "groups")
+
+
+@_use("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def _convolved(trail: Trail, out: Tensor, *args: Any, **kwargs: Any) -> None:
+    trail.equate(args[6] if len(args) > 6 else kwargs.get("groups"), out, "groups")
+
+
+@_use("scaled_dot_product_attention")
+def _attended(
+    trail: Trail, _: Tensor, query: Tensor, *args: Any, scale: float | None = None, **__: Any
+) -> None:
+    if isinstance(scale, Scale):
+        trail.scales.append(scale)
+    elif scale is None:
+        value = trail.value(query)
+        trail.numbers.append({(((value, query.ndim - 1), 1),): Fraction(1)})
+
+
+_MACHINERY = set(vars(nn.Module()))  # Attributes of every module, such as hooks
+
+
+def attributes(module: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield every number that a module keeps, as (path, container, key in it, value)."""
+    seen: set[int] = set()
+    for path, layer in module.named_modules():
+        for name, attribute in list(vars(layer).items()):
+            if name not in _MACHINERY:
+                yield from _numbers(
+                    f"{path}.{name}" if path else name, vars(layer), name, attribute, seen
+                )
+
+
+def _numbers(
+    path: str, holder: Any, key: Any, held: Any, seen: set[int]
+) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield the numbers in one attribute, and in configurations that it holds."""
+    sizes = type(held) in (tuple, list) and all(type(item) is int for item in held)
+    if sizes or type(held) in (int, float):
+        yield path, holder, key, held
+        return
+    settings = _settings(held)
+    if settings is not None and id(held) not in seen:
+        seen.add(id(held))  # Layers may share it. Its first path counts.
+        for name, item in list(settings.items()):
+            yield from _numbers(f"{path}.{name}", settings, name, item, seen)
+
+
+def _settings(held: Any) -> dict[str, Any] | None:
+    """Return the entries of a configuration, or None if an object is none.
+
+    A configuration is a dictionary with names as keys, or an object that only holds attributes.
+    """
+    if type(held) is dict:
+        return held if all(isinstance(key, str) and key.isidentifier() for key in held) else None
+    passive = not isinstance(held, (nn.Module, Tensor, type, types.ModuleType)) and not callable(
+        held
+    )
+    return vars(held) if passive and hasattr(held, "__dict__") else None
+
+
+# --- what follows from it -----------------------------------------------------------------------
+
+
+def solve_sizes(
+    module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], trail: Trail, facts: Facts
+) -> dict[str, Dim]:
+    """Unify dimensions whose sizes depend on each other in Python.
+
+    Args:
+        module: The module.
+        weights: Dimensions of its weights, by name.
+        trail: The sizes that Python used in the runs.
+        facts: Facts about dimensions. Comparisons of unequal sizes are added.
+
+    Returns:
+        The dimensions whose sizes attributes hold, by the path of the attribute.
+    """
+    values: dict[str, int] = {}
+    for path, _, _, attribute in attributes(module):
+        values.update(
+            {f"{path}.{position}": n for position, n in enumerate(attribute)}
+            if isinstance(attribute, (tuple, list))
+            else {path: attribute}
+        )
+    solver = _Solver(values, dict(_layer_sizes(module, weights)))
+    # An equation may need the result of a later one. Three rounds are enough for real modules.
+    for _ in range(3):
+        for equation in trail.equations:
+            dim = equation.dim
+            if dim is not None:
+                solver.solve(equation.size, dim)
+        for left, right in trail.equal:
+            value = solver.evaluate(right)
+            if value is not None:
+                solver.solve(left, value)
+            elif (value := solver.evaluate(left)) is not None:
+                solver.solve(right, value)
+    for poly in trail.numbers:
+        for leaf, _ in (item for powers in poly for item in powers):
+            couple(solver.dim_of(leaf) or ())
+    facts.unlike += [(solver.terms(left), solver.terms(right)) for left, right in trail.unequal]
+    for scale in trail.scales:
+        layer = scale.path.rpartition(".")[0]
+        for product_layer, dim in facts.contracted:
+            if (
+                product_layer == layer
+                and is_free(dim)
+                and any(isclose(scale, size(dim) ** power) for power in (-0.5, 0.5))
+            ):
+                solver.found[scale.path] = dim
+                couple(dim)
+    return solver.found
+
+
+def _layer_sizes(
+    module: nn.Module, weights: Mapping[str, tuple[Dim, ...]]
+) -> Iterator[tuple[str, Dim]]:
+    """Yield the attributes of torch's layers that hold sizes of their weights.
+
+    They need no search, because the layers of a member are resized by rules (`build.py`).
+    """
+    for path, layer in module.named_modules():
+        if isinstance(layer, nn.Linear):
+            names = ["out_features", "in_features"]
+        elif isinstance(layer, _ConvNd) and layer.groups == 1:
+            names = (
+                ["in_channels", "out_channels"]
+                if layer.transposed
+                else ["out_channels", "in_channels"]
+            )
+        else:
+            continue
+        prefix = f"{path}." if path else ""
+        for name, dim in zip(names, weights.get(f"{prefix}weight", ()), strict=False):
+            yield prefix + name, dim
+
+
+@dataclass
+class _Solver:
+    """A solver of equations between sizes, for one unknown at a time.
+
+    Equations that it cannot solve are covered by the later check of members.
+    """
+
+    values: Mapping[str, int]
+    given: Mapping[str, Dim]  # Dimensions that are known from the start, by attribute
+    # Dimensions whose sizes attributes hold, by attribute
+    found: dict[str, Dim] = field(default_factory=dict)
+
+    def dim_of(self, leaf: Leaf) -> Dim | None:
+        """Return the dimension that an attribute or a tensor's dimension is, or None if it is
+        unknown.
+        """
+        if isinstance(leaf, str):
+            return self.given.get(leaf) or self.found.get(leaf)
+        value, dim = leaf
+        return resolve(value.dims[dim]) if value.known else None
+
+    def evaluate(self, poly: Poly) -> Dim | None:
+        """Return the dimension that a size equals, or None if it is no single known dimension."""
+        match [(powers, factor) for powers, factor in poly.items()]:
+            case [(((leaf, 1),), factor)] if factor == 1:
+                return self.dim_of(leaf)
+            case [((), factor)]:
+                return plain(int(factor))
+        return None
+
+    def terms(self, poly: Poly) -> Terms:
+        """Return a size as a sum of products of dimensions.
+
+        An attribute that follows no axis has the same value in every member, so that it counts as a
+        constant. Without that, the width at which another attribute equals it would never be tried.
+        """
+        return tuple(
+            (factor, tuple((self._dim_or_constant(leaf), power) for leaf, power in powers))
+            for powers, factor in poly.items()
+        )
+
+    def _dim_or_constant(self, leaf: Leaf) -> Dim:
+        dim = self.dim_of(leaf)
+        if dim is not None:
+            return dim
+        return plain(self.values[leaf] if isinstance(leaf, str) else leaf[0].shape[leaf[1]])
+
+    def solve(self, poly: Poly, dim: Dim) -> None:
+        """Make `poly` the size of `dim`. For 2·a·b⁻¹ that is a = (b dim) / 2."""
+        if len(poly) != 1:
+            return
+        ((powers, factor),) = poly.items()
+        product = resolve(dim)
+        unsolved: list[tuple[Leaf, Dim | None]] = []
+        for leaf, power in powers:
+            leaf_dim = self.dim_of(leaf)
+            if leaf_dim is None and power < 0 and isinstance(leaf, str):
+                leaf_dim = plain(self.values[leaf])
+            if leaf_dim is not None and is_plain(leaf_dim):
+                factor *= Fraction(size(leaf_dim)) ** power
+            elif leaf_dim is not None and power == -1:
+                product = (*leaf_dim, *product)
+            elif power == 1:
+                unsolved.append((leaf, leaf_dim))
+            else:
+                return
+        quotient = _divide((*plain(factor.denominator), *product), plain(factor.numerator))
+        for leaf, leaf_dim in unsolved[:]:
+            if quotient is not None and leaf_dim is not None and len(unsolved) > 1:
+                quotient = _divide(quotient, leaf_dim)
+                unsolved.remove((leaf, leaf_dim))
+        if quotient is None or len(unsolved) != 1:
+            return
+        ((leaf, leaf_dim),) = unsolved
+        if leaf_dim is None:
+            if isinstance(leaf, str) and size(quotient) == self.values[leaf]:
+                self.found[leaf] = quotient
+        elif count(leaf_dim) != count(quotient):  # Sizes demand equal lengths and no more.
+            unify(*_cancel(leaf_dim, quotient))
+
+
+def _cancel(one: Dim, other: Dim) -> tuple[Dim, Dim]:
+    """Return two products without the factors that they share.
+
+    For (c 2) and (2 d) these are c and d, which must be equally long.
+    """
+    remaining: list[Factor] = []
+    right = list(resolve(other))
+    for factor in resolve(one):
+        if factor in right:
+            right.remove(factor)
+        else:
+            remaining.append(factor)
+    return tuple(remaining), tuple(right)
+
+
+def _divide(dim: Dim, factor: Dim) -> Dim | None:
+    """Return a product divided by one of its factors, or None if it is no factor."""
+    dim, factor = resolve(dim), resolve(factor)
+    if not is_plain(factor):
+        for position in range(len(dim) - len(factor) + 1):
+            if dim[position : position + len(factor)] == factor:
+                return resolve((*dim[:position], *dim[position + len(factor) :]))
+        return None
+    n = size(factor)
+    for position, part in enumerate(dim):
+        if isinstance(part, int) and part % n == 0:
+            return resolve((*dim[:position], part // n, *dim[position + 1 :]))
+    if n == 1 or size(dim) % n:
+        return dim if n == 1 else None
+    outer, inner = split(dim, (n, size(dim) // n))
+    pin(outer)  # The number of pieces is written in the code.
+    return resolve(inner)

@@ -1,0 +1,41 @@
+"""Devices and their budgets, the clients of a round, and the availability of clients."""
+
+from __future__ import annotations
+
+from fedquilt.fleets.budgets import (
+    FIVE_SHARES,
+    FLEETS,
+    Budgets,
+    ByNet,
+    Clusters,
+    FlopLimited,
+    FromCsv,
+    Given,
+    Groups,
+    Income,
+    LogNormal,
+    Quarters,
+    Step,
+    TwoLevel,
+    Uniform,
+    net_budgets,
+)
+
+__all__ = [
+    "FIVE_SHARES",
+    "FLEETS",
+    "Budgets",
+    "ByNet",
+    "Clusters",
+    "FlopLimited",
+    "FromCsv",
+    "Given",
+    "Groups",
+    "Income",
+    "LogNormal",
+    "Quarters",
+    "Step",
+    "TwoLevel",
+    "Uniform",
+    "net_budgets",
+]

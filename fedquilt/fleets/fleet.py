@@ -1,0 +1,392 @@
+"""Fleets: devices, their budgets, and the cohort of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedquilt import noise
+from fedquilt.checks import missing, outside, refuse, whole
+from fedquilt.errors import BudgetError, ConfigError
+from fedquilt.fleets.availability import AVAILABILITY, Availability, Diurnal, Presence, Trace
+from fedquilt.fleets.budgets import (
+    FIVE_SHARES,
+    FLEETS,
+    BudgetAssignment,
+    Budgets,
+    Given,
+    Uniform,
+    Which,
+    in_portions,
+    in_turn,
+    warn_of_portions,
+)
+from fedquilt.names import known
+from fedquilt.terms import Budget, Client
+
+if TYPE_CHECKING:
+    from fedquilt.family import Family
+
+
+@dataclass(frozen=True, eq=False)
+class Fleet:
+    """All devices with their budgets, and the number of clients that take part in a round.
+
+    A fleet of any size is stored as two arrays. The cost of a round depends on the size of the
+    cohort alone.
+    """
+
+    # Different budgets, in the order in which clients have them. Unused budgets are left out.
+    kinds: tuple[Budget, ...]
+    which: Which  # (client,) Index of each client's budget in `kinds`.
+    cohort: int  # Number of clients that take part in a round.
+    dynamic: bool = False  # In every round, each client has the budget of a random client.
+    presence: Presence | None = None  # Rounds in which clients are available. None: always.
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.cohort <= self.num_clients:
+            raise ConfigError(
+                f"a cohort of {self.cohort} was asked for; the fleet has {self.num_clients} "
+                "clients."
+            )
+        places, first = np.unique(self.which, return_index=True)
+        met: dict[Budget, int] = {}
+        renamed = np.zeros(len(self.kinds), dtype=np.int32)
+        for kind in places[np.argsort(first)].tolist():
+            renamed[kind] = met.setdefault(self.kinds[kind], len(met))
+        object.__setattr__(self, "kinds", tuple(met))
+        object.__setattr__(self, "which", renamed[self.which])
+
+    @staticmethod
+    def of(
+        shares: Budgets | Sequence[float | Budget],
+        num_clients: int,
+        cohort: int | float = 0.1,
+        dynamic: bool = False,
+        availability: Availability | None = None,
+        seed: int = 0,
+    ) -> Fleet:
+        """Return a fleet with budgets that are assigned cyclically, or by a preset.
+
+        Args:
+            shares: Shares or budgets to assign cyclically, or a preset such as `fleets.Income()`.
+            num_clients: Number of clients.
+            cohort: Clients per round: a number (int), or a part of all (float in (0, 1]).
+            dynamic: True redraws the budget of every client each round, in the same proportions.
+            availability: Rounds in which clients are available. None: always.
+            seed: Random seed of random budgets and of availability.
+        """
+        _check_count(num_clients)
+        if isinstance(shares, Mapping):
+            raise ConfigError(
+                f"Fleet.of was given the portions {dict(shares)}; it gives every share to as many "
+                "clients. "
+                "Fleet.mixed takes portions."
+            )
+        dealt = (
+            shares.assign(num_clients, seed)
+            if isinstance(shares, Budgets)
+            else in_turn(shares, num_clients)
+        )
+        budgets = shares if isinstance(shares, Budgets) else Given(in_turn(shares, 0)[0])
+        return _fleet(dealt, cohort, dynamic, availability, seed)._remembering(
+            budgets, availability, seed
+        )
+
+    @staticmethod
+    def mixed(
+        portions: Mapping[float | Budget, float],
+        num_clients: int,
+        cohort: int | float = 0.1,
+        dynamic: bool = False,
+        availability: Availability | None = None,
+        seed: int = 0,
+    ) -> Fleet:
+        """Return a fleet in given proportions, in which neighbouring clients have the same budget.
+
+        Args:
+            portions: Portion of clients by share or budget: `{1.0: 0.2, 0.5: 0.4, 0.25: 0.4}`.
+            num_clients: Number of clients.
+            cohort: Clients per round: a number (int), or a part of all (float in (0, 1]).
+            dynamic: True redraws the budget of every client each round, in the same proportions.
+            availability: Rounds in which clients are available. None: always.
+            seed: Random seed of availability.
+        """
+        _check_count(num_clients)
+        dealt = in_portions(list(portions), list(portions.values()), num_clients)
+        warn_of_portions(list(portions.values()))
+        budgets = Given(dealt[0], tuple(map(float, portions.values())))
+        return _fleet(dealt, cohort, dynamic, availability, seed)._remembering(
+            budgets, availability, seed
+        )
+
+    @property
+    def settings(self) -> Devices | None:
+        """Return settings that recreate this fleet. None: it was created from its fields directly.
+
+        Raises:
+            ConfigError: The availability is a class of the user's, which no settings file can hold.
+        """
+        if "_made_from" not in vars(self):
+            return None
+        budgets, availability, seed = vars(self)["_made_from"]
+        if not isinstance(availability, Trace | Diurnal | None):
+            raise ConfigError(
+                f"clients come and go by {type(availability).__name__}; files have Trace and "
+                "Diurnal."
+            )
+        return Devices(
+            self.num_clients,
+            self.cohort,
+            _plainly(budgets),
+            self.dynamic,
+            availability or "",
+            int(seed),
+        )
+
+    def _remembering(self, budgets: Budgets, availability: Availability | None, seed: int) -> Fleet:
+        """Store the arguments from which the fleet was created, and return the fleet.
+
+        They are not a dataclass field, so that `dataclasses.replace` does not copy them to a fleet
+        with other budgets.
+        """
+        vars(self)["_made_from"] = budgets, availability, seed
+        return self
+
+    @property
+    def num_clients(self) -> int:
+        return len(self.which)
+
+    @property
+    def counts(self) -> dict[Budget, int]:
+        """Return the number of clients with each budget."""
+        return dict(
+            zip(
+                self.kinds, np.bincount(self.which, minlength=len(self.kinds)).tolist(), strict=True
+            )
+        )
+
+    def first(self, budget: Budget) -> int:
+        """Return the first client with a budget."""
+        return int(np.argmax(self.which == self.kinds.index(budget)))
+
+    def budget(self, client: int, round: int, seed: int) -> Budget:
+        """Return the budget of a client in a round. Dynamic budgets keep the fleet's proportions.
+
+        Args:
+            client: Client, from 0.
+            round: Round, from 0. It has no effect unless budgets are dynamic.
+            seed: Random seed of the run. It has no effect unless budgets are dynamic.
+        """
+        source_client = (
+            noise.key(seed, 21, client, round) % self.num_clients if self.dynamic else client
+        )
+        return self.kinds[int(self.which[source_client])]
+
+    def check(self, rounds: int) -> None:
+        """Refuse a number of rounds that goes beyond the last round with an available client."""
+        last = self.presence.last if self.presence else None
+        if self.presence and last is not None and rounds > last:
+            raise ConfigError(
+                f"{rounds} rounds were asked for; in {self.presence.name} nobody is there after "
+                f"{last} of them. "
+                f"Play {last}, leave an end empty, or set a period."
+            )
+
+    def draw_cohort(self, round: int, seed: int, online: Sequence[int] | None = None) -> list[int]:
+        """Draw the clients of one round from those that are available.
+
+        If fewer than `cohort` are available, all of them are returned. There may be none.
+
+        Args:
+            round: Round, from 0.
+            seed: Random seed of the run.
+            online: Clients that can be reached, in ascending order. None: all.
+
+        Returns:
+            Clients in ascending order.
+
+        Raises:
+            ConfigError: A client that can be reached is not in the fleet.
+        """
+        word = noise.key(seed, 22, round)
+        if online is not None:
+            self._check_online(online)
+            reachable = online if self.presence is None else self.presence.among(round, online)
+            places = noise.choose(word, min(self.cohort, len(reachable)), len(reachable))
+            return [reachable[position] for position in places]
+        if self.presence is None:
+            return noise.choose(word, self.cohort, self.num_clients)
+        return self.presence.draw(round, self.cohort, word)
+
+    def _check_online(self, online: Sequence[int]) -> None:
+        unknown = [id for id in online if not 0 <= id < self.num_clients]
+        if unknown:
+            raise ConfigError(
+                f"Engine.online reported client {unknown[0]}, of {len(online)} that can be "
+                "reached; the fleet has "
+                f"{self.num_clients} clients, which are numbered from 0 to {self.num_clients - 1}."
+            )
+
+    def client(self, id: int, round: int, seed: int, size: int, place: int = 0) -> Client:
+        """Return a client with its state in a round.
+
+        Args:
+            id: Number of the client, from 0.
+            round: Round, from 0.
+            seed: Random seed of the run.
+            size: Number of its training samples.
+            place: Position of the client in the cohort of the round.
+        """
+        num_earlier = (
+            round * self.cohort
+            if self.presence is None
+            else self.presence.before(round, self.cohort)
+        )
+        return Client(id, self.budget(id, round, seed), size, num_earlier + place)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Settings of a fleet: number of clients, size of a cohort, budgets and availability."""
+
+    clients: int | None = None  # Number of clients. None: as many as the data is partitioned into.
+    # Clients that take part in a round: a number, or a part of all as a float in (0, 1].
+    cohort: int | float = 0.1
+    budgets: Budgets | dict[str, float] = Uniform()  # Preset of budgets, or portions by share.
+    dynamic: bool = False  # Redraw the clients' budgets every round, in the same proportions.
+    # CSV file or daily pattern with the availability of clients. Empty: all are always available.
+    availability: Trace | Diurnal | str = ""
+    seed: int | None = None  # Random seed of budgets and availability. None: that of the run.
+
+    def __post_init__(self) -> None:
+        bounds = {"cohort": "(0, 1]" if isinstance(self.cohort, float) else "[1, inf)"}
+        bounds |= {} if self.clients is None else {"clients": "[1, inf)"}
+        bounds |= {} if self.seed is None else {"seed": "[0, 9223372036854775807]"}
+        problems = outside(self, **bounds)
+        for name in () if isinstance(self.budgets, Budgets) else self.budgets:
+            try:
+                _share(name)
+            except ConfigError as error:
+                problems["budgets"] = str(error)
+        if (
+            isinstance(self.availability, str)
+            and self.availability.endswith(".csv")
+            and missing(self.availability)
+        ):
+            problems["availability"] = missing(self.availability)
+        refuse(self, problems)
+
+    def fleet(self, num_clients: int, seed: int = 0, family: Family | None = None) -> Fleet:
+        """Return the fleet for data that is partitioned over clients.
+
+        Args:
+            num_clients: Number of clients that the data is partitioned over.
+            seed: Random seed of the run. It has no effect if the settings have a seed.
+            family: Family of the model, on which some budgets depend. None: there is no model yet.
+        """
+        count = num_clients if self.clients is None else self.clients
+        if count > num_clients:
+            raise ConfigError(
+                f"{count} clients were asked for; the data is dealt to {num_clients}."
+            )
+        seed = seed if self.seed is None else self.seed
+        budgets, availability = self.budgets, self._availability()
+        if isinstance(budgets, Budgets):
+            budgets = budgets.for_family(family) if family is not None else budgets
+            return Fleet.of(budgets, count, self.cohort, self.dynamic, availability, seed)
+        portions: dict[float | Budget, float] = {
+            _share(name): portion for name, portion in budgets.items()
+        }
+        return Fleet.mixed(portions, count, self.cohort, self.dynamic, availability, seed)
+
+    def _availability(self) -> Availability | None:
+        if not isinstance(self.availability, str):
+            return self.availability
+        if not self.availability:
+            return None
+        if self.availability.endswith(".csv"):
+            return Trace(self.availability)
+        return known(
+            {"diurnal": Diurnal}, self.availability, "pattern of availability or .csv file"
+        )()
+
+
+def _plainly(budgets: Budgets) -> Budgets | dict[str, float]:
+    """Return listed budgets as a settings file writes them.
+
+    If they are shares alone, this is a list of shares, or a table of portions by share.
+    """
+    if not isinstance(budgets, Given) or any(
+        kind != Budget(share=kind.share or 1.0) for kind in budgets.kinds
+    ):
+        return budgets
+    shares = [float(kind.share or 1.0) for kind in budgets.kinds]
+    if not budgets.portions:
+        return Uniform(tuple(shares))
+    if len(set(shares)) < len(shares):
+        return budgets
+    return {repr(share): portion for share, portion in zip(shares, budgets.portions, strict=True)}
+
+
+def _share(name: str) -> float:
+    try:
+        return Budget(share=float(name)).share or 0.0
+    except (ValueError, BudgetError) as error:
+        raise ConfigError(
+            f"budgets of a share of {name!r} were asked for; shares lie in (0, 1], as in {{ '1' = "
+            f"0.2, '0.5' = 0.8 }}."
+        ) from error
+
+
+def _check_count(num_clients: int) -> None:
+    if not whole(num_clients, 1):
+        raise ConfigError(
+            f"a fleet of {num_clients!r} clients was asked for; whole numbers from 1 on fit."
+        )
+
+
+def _fleet(
+    dealt: BudgetAssignment,
+    cohort: int | float,
+    dynamic: bool,
+    availability: Availability | None,
+    seed: int,
+) -> Fleet:
+    kinds, assignment = dealt
+    presence = availability.presence(len(assignment), seed) if availability else None
+    return Fleet(kinds, assignment, cohort_size(cohort, len(assignment)), dynamic, presence)
+
+
+def cohort_size(cohort: int | float, num_clients: int) -> int:
+    """Return the number of clients in a cohort.
+
+    Args:
+        cohort: A number of clients (int), or a part of all (float in (0, 1], at least one client).
+            1 is one client, and 1.0 is all clients.
+        num_clients: Number of clients in the fleet.
+    """
+    if isinstance(cohort, int | np.integer):
+        return int(cohort)
+    if not 0 < cohort <= 1:
+        raise ConfigError(
+            f"a cohort of {cohort} was asked for; write a number of clients, or a part of all in "
+            "(0, 1], such as 0.1."
+        )
+    return max(1, round(cohort * num_clients))
+
+
+__all__ = [
+    "AVAILABILITY",
+    "FIVE_SHARES",
+    "FLEETS",
+    "Budgets",
+    "Devices",
+    "Diurnal",
+    "Fleet",
+    "Trace",
+    "cohort_size",
+]

@@ -1,0 +1,1 @@
+"""Machine: devices, precision, memory and random generators of the process."""

@@ -1,0 +1,85 @@
+"""The deadline of a round: the update of a client that takes longer is dropped.
+
+The clock of the link adds up the time of a client's download, training and upload. For most links
+and methods, the length of an upload does not depend on what was learnt. Late clients are then known
+before training, and they are not trained.
+
+If the length of an upload depends on what was learnt, a late client is found after it has trained.
+Its update is already in the fold, and some engines have summed it with others. The round is
+therefore trained again without that client. This gives the same numbers for all other clients,
+because a client's random numbers do not depend on who else takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from fedquilt.round.engine import Outcome, Spent
+from fedquilt.round.merge import fold_of
+
+if TYPE_CHECKING:
+    from fedquilt.round.engine import Engine
+    from fedquilt.round.federation import Federation
+    from fedquilt.round.merge import Fold
+    from fedquilt.terms import Job, Server
+
+
+def train_until_deadline(
+    federation: Federation, server: Server, jobs: Sequence[Job], engine: Engine
+) -> tuple[Outcome, Fold]:
+    """Train the jobs of a round, and drop the clients that are late.
+
+    A late client leaves no memory, no loss and no update. What it received and computed is charged,
+    and no upload. Without a deadline all jobs are trained.
+
+    Args:
+        federation: World, method and link.
+        server: State that the round starts from.
+        jobs: Jobs of all clients of the round.
+        engine: Engine of the run.
+
+    Returns:
+        What the round left, and the fold of the updates that came in time.
+    """
+    late: dict[int, float] = {}
+    spent: dict[int, Spent] = {}
+    if federation.link.deadline is not None:
+        spent = engine.foreseen(federation, server, jobs)
+        late = _late(federation, spent)
+
+    while True:
+        fold = fold_of(federation.method, server, federation.world)
+        on_time = [job for job in jobs if job.client.id not in late]
+        outcome = engine.train(federation, server, on_time, fold)
+        newly_late = _late(federation, outcome.costs)
+        if not newly_late:
+            break
+        late |= newly_late
+        spent |= outcome.costs
+
+    for client in late:
+        down, _, macs, first = spent[client]
+        outcome.charge(client, down, 0, macs, first)
+    outcome.late = late
+    return outcome, fold
+
+
+def round_seconds(federation: Federation, outcome: Outcome) -> float | None:
+    """Return the simulated seconds of a round, or None if the link has no clock.
+
+    The server waits for the slowest client, or until the deadline if some client is late.
+    """
+    link = federation.link
+    if link.clock is None:
+        return None
+    return (
+        link.deadline
+        if outcome.late
+        else link.clock.slowest(outcome.costs, federation.method.copies)
+    )
+
+
+def _late(federation: Federation, costs: Mapping[int, Spent]) -> dict[int, float]:
+    clock = federation.link.clock
+    return {} if clock is None else clock.late(costs, federation.method.copies)

@@ -1,0 +1,1 @@
+"""One run of a federation: training, its folder, checkpoints, client states and trackers."""

@@ -1,0 +1,111 @@
+"""The engine `auto`: time a short round with each engine, and use the fastest on this machine.
+
+The engine that was found is written into `config.toml`, so that the run can be repeated. Two runs
+with the same settings may use different engines, and then differ in their last digits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fedquilt.engines import Ray
+from fedquilt.errors import ConfigError
+from fedquilt.round import Evaluation, run_round
+
+if TYPE_CHECKING:
+    from fedquilt.runs.experiment import Experiment, Ground, Machine
+
+_log = logging.getLogger(__name__)
+
+BATCHES = 3  # Number of batches that a client trains on in a short round
+_START = 15.0  # Seconds that a local Ray cluster may take to start
+_WORTH = 10  # Ray is tried if the run takes at least this many times `_START`.
+
+
+def quickest(experiment: Experiment, ground: Ground) -> Machine:
+    """Return the options of the engine that is fastest on this machine.
+
+    A short round is timed with each engine. Command line and files use this for `engine.name =
+    "auto"`.
+
+    Args:
+        experiment: Settings of the run. Device and threads that it names are kept.
+        ground: Data, model and devices of the run.
+    """
+    size = BATCHES * experiment.method.local.batch_size
+    short = replace(
+        ground, data=replace(ground.data, parts=ground.data.parts.head(size)), engines={}
+    )
+    fraction = len(short.data.parts.order) / max(1, len(ground.data.parts.order))
+    seconds: dict[Machine, float] = {}
+    for machine in _ways(experiment.engine):
+        if (
+            machine.name == "ray"
+            and min(seconds.values()) / fraction * experiment.rounds < _WORTH * _START
+        ):
+            continue
+        seconds[machine] = _seconds(replace(experiment, engine=machine), short)
+        _log.info("a short round with %s took %.2f s", _said(machine), seconds[machine])
+    best = min(seconds, key=lambda machine: seconds[machine])
+    _log.info("the run is played with %s", _said(best))
+    return best
+
+
+def _ways(asked: Machine) -> Iterator[Machine]:
+    """Yield the engines to try.
+
+    On a CPU these are `vectorized` on one thread or on all, and `ray` with one thread per process.
+    A number of threads that was asked for is kept.
+    """
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    vectorized = replace(asked, name="vectorized")
+    if asked.device != "cpu":
+        yield vectorized
+        return
+    for threads in (asked.threads,) if asked.threads else sorted({1, cores}):
+        yield replace(vectorized, threads=threads)
+    try:
+        Ray.check()
+    except ConfigError:
+        return
+    if cores > 1:
+        yield replace(asked, name="ray", threads=1, workers=asked.workers or cores)
+
+
+def _seconds(experiment: Experiment, short: Ground) -> float:
+    """Return the seconds of the second of two rounds, because the first one is a warm-up.
+
+    Both are the last round of the run. A model that grows is complete only then, and most of its
+    time is spent there.
+    """
+    run, seconds = experiment.prepare(short), 0.0
+    server = replace(run.server, round=experiment.rounds - 1)
+    for _ in range(2):
+        began = time.perf_counter()
+        run_round(
+            run.federation,
+            server,
+            run.fleet,
+            run.engine,
+            experiment.rounds + 1,
+            Evaluation(every=0),
+        )
+        seconds = time.perf_counter() - began
+    return seconds
+
+
+def _said(machine: Machine) -> str:
+    if machine.name == "ray":
+        return f"{machine.workers} processes"
+    return (
+        f"{machine.threads} thread{'s' if machine.threads != 1 else ''}"
+        if machine.threads
+        else machine.device
+    )

@@ -1,0 +1,23 @@
+"""Warnings that many members give alike are logged once by their owner."""
+
+from __future__ import annotations
+
+import logging
+
+from fedquilt.errors.once import Once
+
+
+def test_a_reason_is_logged_once_whatever_sizes_it_names(caplog):
+    once = Once(logging.getLogger("fedquilt.test"))
+    for size in (4, 8, 16):
+        once.warning(f"no rule for [{size}, 3]", "set apart: %s", f"no rule for [{size}, 3]")
+    once.warning("another", "set apart: %s", "another")
+    once.warning("another", "set apart: %s", "another", kind="evaluation")
+    assert caplog.messages == [
+        "set apart: no rule for [4, 3]",
+        "set apart: another",
+        "set apart: another",
+    ]
+    once.forget()
+    once.warning("another", "set apart: %s", "another")
+    assert len(caplog.messages) == 4

@@ -1,0 +1,772 @@
+"""`fedquilt.run` as a user meets it: their own module, their own data, and their mistakes."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fedquilt as fq
+from fedquilt.errors import (
+    BudgetError,
+    ConfigError,
+    DataError,
+    DivergenceError,
+    FedquiltError,
+    TraceError,
+    TrainingError,
+)
+from fedquilt.family.cut import prefix
+from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL, LocalOnly, SplitMix
+from fedquilt.round.client import send
+from fedquilt.terms import Job, Payload
+from tests.conftest import LOCAL, assert_same, assert_same_grades, with_local
+
+
+class Theirs(nn.Module):
+    """A user's own net, written without fedquilt in mind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.fc = nn.Linear(8 * 4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.conv(x)))
+        return self.fc(F.adaptive_avg_pool2d(x, 2).flatten(1))
+
+
+@pytest.fixture(scope="module")
+def theirs() -> fq.Family:
+    return fq.trace(Theirs, torch.zeros(2, 1, 8, 8))
+
+
+def test_a_users_own_module_federates_in_under_fifteen_lines():
+    family = fq.trace(Theirs, torch.zeros(2, 1, 8, 8))
+    data = fq.data.digits().partition(10)
+    fleet = fq.Fleet.of(shares=(1.0, 0.5, 0.25), num_clients=10, cohort=5)
+    method = fq.methods.FedRolex(
+        local=fq.LocalTraining(epochs=2, optimizer=fq.optimizers.SGD(lr=0.1))
+    )
+    run = fq.run(method, family, data, fleet, rounds=8, evaluation=fq.Evaluation(every=0))
+    model = run.deploy(fq.Budget(share=0.5))
+    assert model(data.test_inputs).shape == (len(data.test_inputs), 10)
+    assert run.accuracy["1.0"] > 0.3  # of ten classes: it has learnt something
+    assert run.records[-1].loss < run.records[0].loss
+
+
+@pytest.mark.parametrize(
+    "method", [FedAvg(), HeteroFL(), FedRolex(), LocalOnly()], ids=lambda m: type(m).__name__
+)
+def test_deploy_gives_a_plain_module(method, theirs, play, make_data):
+    run = play(method, theirs, make_data(theirs, (6, 6)), (1.0, 0.5))
+    model = run.deploy(fq.Budget(share=0.5), client=1 if method.personal else None)
+    assert type(model) is Theirs
+    assert not model.training
+    kinds = {type(layer).__module__.split(".")[0] for layer in model.modules()}
+    assert "fedquilt" not in kinds
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert not any("forward" in vars(layer) or layer._forward_hooks for layer in model.modules())
+    assert model.conv.out_channels == model.norm.num_features == 4
+    model.load_state_dict(model.state_dict())
+    first = model(run.data.test_inputs).sum()
+    first.backward()  # trainable as it is
+    assert model.conv.weight.grad is not None
+
+
+def test_what_lives_on_clients_is_deployed_by_client(theirs, play, make_data):
+    """Without a client there is nothing that was trained; with one, its norms know its own data
+    alone.
+    """
+    data = make_data(theirs, (6, 9))
+    run = play(with_local(LocalOnly(), norm="post"), theirs, data)
+    with pytest.raises(ConfigError, match=r"LocalOnly leaves its result on the clients.*client=0"):
+        run.deploy(fq.Budget(share=1.0))
+    with pytest.raises(ConfigError, match="client 2 was asked for; the fleet has 2, from 0 on"):
+        run.deploy(fq.Budget(share=1.0), client=2)
+    first, second = (run.deploy(fq.Budget(share=1.0), client=client) for client in (0, 1))
+    first.norm.momentum = None  # a cumulative mean over one batch is that batch's
+    own = theirs.module(theirs.whole).double()
+    own.load_state_dict(first.state_dict())
+    own.norm.reset_running_stats()
+    own.norm.momentum = None
+    own.train()(run.data.samples(run.data.parts[0]))
+    torch.testing.assert_close(own.norm.running_mean, first.norm.running_mean)
+    assert not torch.allclose(first.norm.running_mean, second.norm.running_mean)
+    # the budget asked for, not the client's
+    assert run.deploy(fq.Budget(share=0.5), client=0).conv.out_channels == 4
+
+
+def test_a_budget_nobody_can_use_is_refused_before_the_first_round_and_names_its_client(
+    theirs, make_data
+):
+    fleet = fq.Fleet.of([fq.Budget(share=1.0), fq.Budget(params=3)], 4, 1)
+    with pytest.raises(BudgetError, match="client 1: no member fits the budget params 3"):
+        fq.prepare(FedAvg(), theirs, make_data(theirs, (4, 4, 4, 4)), fleet)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_an_evaluation_that_fails_leaves_the_run(engine, theirs, play, make_data):
+    data = make_data(theirs, (6, 6))
+    # channels it cannot take
+    broken = replace(data, test_inputs=data.test_inputs.repeat(1, 2, 1, 1))
+    with pytest.raises(TrainingError, match="the evaluation failed: ") as e:
+        play(FedAvg(), theirs, broken, engine=engine)
+    assert e.value.run.server.round == 1  # two were asked for, and the last is evaluated
+
+
+@pytest.mark.parametrize("norm", ["tracked", "post"])
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_deployed_module_scores_what_the_engine_reported(engine, norm, theirs, play, make_data):
+    method = with_local(HeteroFL(), norm=norm, batch_size=4)
+    run = play(method, theirs, make_data(theirs, (9, 7)), (1.0, 0.5), engine=engine)
+    data = run.data
+    for share in (1.0, 0.5):
+        model = run.deploy(fq.Budget(share=share))
+        hits = (model(data.test_inputs).argmax(1) == data.test_targets).double().mean()
+        assert run.accuracy[str(share)] == pytest.approx(float(hits), abs=1e-12)
+
+
+def test_a_deployed_modules_outputs_are_the_engines(theirs, play, make_data):
+    run = play(
+        with_local(HeteroFL(), norm="tracked"), theirs, make_data(theirs, (9, 7)), (1.0, 0.5)
+    )
+    world, inputs = run.world, run.data.test_inputs
+    (submodel,) = run.method.deploy(run.server, fq.Budget(share=0.5), world)
+    weights = theirs.cutter.gather(run.server.weights, submodel, tuple(run.server.weights))
+    outputs, _ = theirs.member(submodel.arch).net(
+        weights, inputs, fq.family.Pass(statistics="stored")
+    )
+    torch.testing.assert_close(
+        run.deploy(fq.Budget(share=0.5))(inputs).detach(), outputs, rtol=0, atol=1e-12
+    )
+
+
+def test_deploying_does_not_disturb_the_run(theirs, play, make_data):
+    run = play(FedAvg(), theirs, make_data(theirs, (6, 6)))
+    before = {name: weight.clone() for name, weight in run.server.weights.items()}
+    model = run.deploy(fq.Budget(share=1.0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert all(torch.equal(run.server.weights[name], before[name]) for name in before)
+
+
+# --- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.5])
+def test_impossible_shares_are_refused(share):
+    with pytest.raises(BudgetError, match=str(share)):
+        fq.Fleet.of((1.0, share), 4)
+
+
+def test_a_budget_no_member_fits_is_refused_before_training(theirs, make_data):
+    fleet = fq.Fleet.of([fq.Budget(params=3)], 2, 2)
+    with pytest.raises(BudgetError, match="no member fits the budget params 3"):
+        fq.run(HeteroFL(), theirs, make_data(theirs, (4, 4)), fleet, rounds=1)
+
+
+def test_a_client_without_data_is_named():
+    x, y = torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(DataError, match="client 2 has no data"):
+        fq.FederatedData.of((x, y), (x, y), [[0], [1, 2, 3], []])
+
+
+def test_more_clients_than_data_parts(theirs, make_data):
+    with pytest.raises(ConfigError, match="the fleet has 5 clients, but data is dealt to 2"):
+        fq.run(FedAvg(), theirs, make_data(theirs, (4, 4)), fq.Fleet.of((1.0,), 5))
+
+
+def test_a_module_that_returns_a_tuple_is_refused_by_name():
+    class Pair(Theirs):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), x
+
+    with pytest.raises(TraceError, match=r"tuple|one tensor"):
+        fq.trace(Pair, torch.zeros(2, 1, 8, 8))
+
+
+def partition(inputs: Tensor, targets: Tensor) -> fq.FederatedData:
+    return fq.FederatedData.of((inputs, targets), (inputs, targets), [list(range(len(inputs)))])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "message"),
+    [
+        (
+            torch.zeros(4, 1, 9, 8),
+            torch.zeros(4, dtype=torch.int64),
+            r"traced with inputs of shape \(1, 8, 8\)",
+        ),
+        (torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64), r"data has \(8,\)"),
+        (
+            torch.zeros(4, 1, 8, 8, dtype=torch.int32),
+            torch.zeros(4, dtype=torch.int64),
+            r"data has torch\.int64",
+        ),
+        (
+            torch.zeros(4, 1, 8, 8),
+            torch.full((4,), 10),
+            "a target is 10; the output has 10 classes",
+        ),
+        (torch.zeros(4, 1, 8, 8), torch.zeros(4), "no task fits both"),
+    ],
+)
+def test_data_that_does_not_fit_the_model(inputs, targets, message, theirs):
+    with pytest.raises(DataError, match=message):
+        fq.prepare(FedAvg(), theirs, partition(inputs, targets), fq.Fleet.of((1.0,), 1))
+
+
+def test_an_unknown_engine_gets_the_nearest_name(theirs, make_data):
+    with pytest.raises(
+        ConfigError, match=r"no engine named 'vectorised'\. It is called 'vectorized' now"
+    ):
+        fq.run(
+            FedAvg(), theirs, make_data(theirs, (4,)), fq.Fleet.of((1.0,), 1), engine="vectorised"
+        )
+
+
+def test_an_unknown_preset_lists_the_known_ones():
+    with pytest.raises(
+        ConfigError, match=r"FedRolex has no preset 'relased'; known: paper, .*released-settings"
+    ):
+        FedRolex.preset("relased")
+
+
+class Exploding:
+    """A learning rate that is sane for a round and then is not."""
+
+    def __call__(self, round: int) -> float:
+        return 1.0 if round == 0 else 1e200
+
+
+class Infinite:
+    """A learning rate nobody survives."""
+
+    def __call__(self, round: int) -> float:
+        return float("inf")
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_loss_that_is_not_a_number_names_client_and_round_and_keeps_the_last_good_state(
+    engine, theirs, play, make_data
+):
+    data = make_data(theirs, (6, 6))
+    method = with_local(FedAvg(), batch_size=2, norm="tracked")
+    good = play(method, theirs, data, engine=engine, rounds=1)
+    bad = with_local(method, schedule=Exploding())
+    message = r"client [01] \(budget share 1\) had a loss of \S+ in round 2, step \d"
+    with pytest.raises(DivergenceError, match=message) as e:
+        play(bad, theirs, data, engine=engine, rounds=3)
+    left = e.value.run
+    assert left.server.round == 1
+    assert len(left.records) == 1
+    for name, weight in good.server.weights.items():
+        assert torch.equal(left.server.weights[name], weight)
+    assert type(left.deploy(fq.Budget(share=1.0))) is Theirs  # and it can be used
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_weights_that_are_not_finite_are_refused_even_when_the_loss_was(
+    engine, theirs, play, make_data
+):
+    """One step: the loss is measured before it, and only the weights show what it did."""
+    method = with_local(FedAvg(), optimizer=fq.optimizers.SGD(momentum=0.0), schedule=Infinite())
+    with pytest.raises(
+        DivergenceError,
+        match=r"client \d .* weights that are not finite in round 1; they were refused",
+    ):
+        play(method, theirs, make_data(theirs, (4, 4)), engine=engine)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_samples_nobody_could_learn_from_are_blamed_before_the_learning_rate(
+    engine, theirs, play, make_data
+):
+    data = make_data(theirs, (4, 5))
+    inputs, targets = data.inputs.clone(), data.targets.clone()
+    inputs[[5, 7], 0, 3, 2] = torch.tensor([torch.nan, torch.inf], dtype=torch.float64)
+    targets[4:] = -100
+    kept = "; the server's state is that of the round before"
+    with pytest.raises(
+        TrainingError, match=f"client 1 .* 2 of its 5 samples hold values that are not finite{kept}"
+    ):
+        play(FedAvg(), theirs, replace(data, inputs=inputs), engine=engine)
+    with pytest.raises(
+        TrainingError, match=f"client 1 .* It has no target that counts: all are -100{kept}"
+    ):
+        play(FedAvg(), theirs, replace(data, targets=targets), engine=engine)
+
+
+@pytest.mark.parametrize("wrong", [1.5, -1, "3", None, True])
+def test_rounds_and_seeds_are_whole_numbers(wrong, theirs, play, make_data, tmp_path):
+    data = make_data(theirs, (4, 4))
+    for name in ("rounds", "seed"):
+        with pytest.raises(
+            ConfigError, match=rf"{name} = {wrong!r} was asked for; whole numbers from 0 on fit"
+        ):
+            play(FedAvg(), theirs, data, **{name: wrong}, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    run = play(FedAvg(), theirs, data, rounds=0)
+    with pytest.raises(
+        ConfigError, match=rf"rounds = {wrong!r} was asked for; whole numbers from 0 on fit"
+    ):
+        run.train(wrong)
+
+
+def test_seeds_beyond_what_torch_takes_are_refused(theirs, play, make_data):
+    with pytest.raises(ConfigError, match=rf"seed = {1 << 80} was asked for; .* below 2\*\*63"):
+        play(FedAvg(), theirs, make_data(theirs, (4, 4)), rounds=1, seed=1 << 80)
+
+
+def test_rounds_and_seeds_of_numpy_are_python_s(theirs, play, make_data, tmp_path):
+    data = make_data(theirs, (4, 4))
+    run = play(FedAvg(), theirs, data, rounds=np.int64(1), seed=np.uint8(3), out=tmp_path / "run")
+    assert_same(run, play(FedAvg(), theirs, data, rounds=1, seed=3), atol=0)
+
+
+class Picky(nn.Module):
+    """Fails on inputs it does not like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 3:
+            raise ValueError("three is too many")
+        return self.last(torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_what_a_users_module_raises_carries_client_round_and_stage(engine, play, make_data):
+    family = fq.trace(Picky, torch.zeros(2, 4))
+    with pytest.raises(
+        TrainingError,
+        match=r"client 1 .* failed in round 1 while training: ValueError: three is too many",
+    ) as e:
+        play(FedAvg(), family, make_data(family, (4, 3)), engine=engine)
+    assert isinstance(e.value.__cause__, ValueError)
+    assert e.value.run.server.round == 0
+    assert isinstance(e.value, FedquiltError)
+
+
+# --- what an import costs -----------------------------------------------------------------------
+
+_IMPORTED = """
+import json, sys
+import torch, numpy, safetensors, safetensors.torch
+before = set(sys.modules)
+import fedquilt
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(json.dumps(sorted(new - set(sys.stdlib_module_names) - {"fedquilt"})))
+"""
+
+
+def test_importing_needs_torch_numpy_and_safetensors_alone():
+    found = subprocess.run(
+        [sys.executable, "-c", _IMPORTED], capture_output=True, text=True, check=True
+    )
+    assert set(json.loads(found.stdout)) <= {"torch", "numpy", "safetensors"}
+
+
+_EMPTY_HANDED = """
+import sys
+import warnings
+for name in ("sklearn", "scipy", "tyro", "rich", "hypothesis", "flwr", "ray", "onnx", "torch_pruning", "pandas"):
+    sys.modules[name] = None  # importing it fails
+import torch, fedquilt as fq
+from torch import nn
+family = fq.trace(lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), torch.zeros(2, 4))
+x, y = torch.randn(12, 4), torch.arange(12) % 3
+data = fq.FederatedData.of((x, y), (x, y), [range(6), range(6, 12)])
+run = fq.run(fq.methods.FedRolex(), family, data, fq.Fleet.of((1.0, 0.5), 2, 2), rounds=1)
+print(run.deploy(fq.Budget(share=0.5))[0].out_features)
+"""
+
+
+def test_training_needs_nothing_else_either():
+    found = subprocess.run(
+        [sys.executable, "-c", _EMPTY_HANDED], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "3"
+
+
+@pytest.mark.parametrize(
+    ("slip", "message"),
+    [
+        (
+            {"method": "fedavg"},
+            r"run was given str 'fedavg' where a Method belongs, such as fq.methods.FedAvg\(\)",
+        ),
+        ({"method": FedAvg}, "run was given the class FedAvg where a Method belongs"),
+        ({"family": Theirs()}, "run was given Theirs .* where a Family belongs, such as fq.trace"),
+        ({"fleet": 3}, "run was given int '3' where a Fleet belongs"),
+    ],
+)
+def test_the_usual_slips_are_told_what_belongs_there(slip, message, theirs, make_data):
+    right = {
+        "method": FedAvg(),
+        "family": theirs,
+        "data": make_data(theirs, (4, 4)),
+        "fleet": fq.Fleet.of((1.0,), 2, 2),
+    }
+    with pytest.raises(ConfigError, match=message):
+        fq.run(**right | slip)
+
+
+def test_a_pool_must_be_dealt_and_a_share_is_no_budget(theirs, play, make_data):
+    data = make_data(theirs, (4, 4))
+    with pytest.raises(
+        ConfigError, match=r"Pool .* where a FederatedData belongs, such as pool.partition"
+    ):
+        fq.run(
+            FedAvg(),
+            theirs,
+            fq.data.Pool.of((data.inputs, data.targets)),
+            fq.Fleet.of((1.0,), 2, 2),
+        )
+    with pytest.raises(ConfigError, match=r"deploy was given float '0.25' where a Budget belongs"):
+        play(FedAvg(), theirs, data).deploy(0.25)
+
+
+def test_a_share_may_be_named_without_a_budget(theirs, play, make_data, tmp_path):
+    run = play(HeteroFL(), theirs, make_data(theirs, (4, 4)), rounds=1)
+    half = run.deploy(share=0.5).state_dict()
+    asked = run.deploy(fq.Budget(share=0.5)).state_dict()
+    assert half.keys() == asked.keys()
+    assert all(torch.equal(half[name], asked[name]) for name in half)
+    whole = sum(weight.numel() for weight in run.deploy().parameters())
+    assert run.export(tmp_path / "whole.safetensors").params == whole
+    assert run.export(tmp_path / "half.safetensors", share=0.5).share == 0.5
+    with pytest.raises(
+        ConfigError, match=r"deploy was given share=0.5 and a budget \(share 1\); one of them"
+    ):
+        run.deploy(fq.Budget(share=1.0), share=0.5)
+
+
+def test_local_settings_are_changed_by_name():
+    method = HeteroFL().with_local(lr=0.2, epochs=3)
+    assert method.local == replace(HeteroFL().local, optimizer=fq.optimizers.SGD(lr=0.2), epochs=3)
+    adam = HeteroFL().with_local(optimizer=fq.optimizers.Adam(beta1=0.5), lr=0.2)
+    assert adam.local.optimizer == fq.optimizers.Adam(lr=0.2, beta1=0.5)
+    with pytest.raises(
+        ConfigError, match=r"local training has no setting 'epoch'. Did you mean 'epochs'\?"
+    ):
+        HeteroFL().with_local(epoch=3)
+    with pytest.raises(
+        ConfigError,
+        match=r"lr = '0.1' was asked for, which is text; it must be a number in \(0, inf\)",
+    ):
+        HeteroFL().with_local(lr="0.1")
+
+
+def test_a_net_larger_than_the_budget_is_not_deployed(theirs, play, make_data):
+    run = play(fq.methods.FedBN(), theirs, make_data(theirs, (6, 6)))
+    with pytest.raises(
+        BudgetError,
+        match=r"FedBN trains one common net, of [\d,]+ parameters; the budget share 0.25",
+    ):
+        run.deploy(fq.Budget(share=0.25), client=0)
+
+
+def test_runs_may_share_an_engine_and_what_it_recorded(perceptron, make_data):
+    one, other = make_data(perceptron, (9, 8, 7)), make_data(perceptron, (5, 6, 4))
+    fleet, method = fq.Fleet.of([1, 1 / 2], 3, 3), fq.methods.HeteroFL()
+    first = fq.prepare(method, perceptron, one, fleet, precision="fp64")
+    first.engine.record = True  # on a CPU a unit plays its steps as they come
+    first.train(2)
+    units = [id(unit) for units in first.engine._idle.values() for unit in units]
+    again = fq.prepare(method, perceptron, first.data, fleet, first.engine).train(2)
+    assert [id(unit) for units in again.engine._idle.values() for unit in units] == units
+    assert_same(first, again, atol=0)
+    moved = fq.prepare(method, perceptron, other, fleet, first.engine).train(2)
+    assert not {id(unit) for units in moved.engine._idle.values() for unit in units} & set(units)
+    assert_same(fq.run(method, perceptron, other, fleet, rounds=2, precision="fp64"), moved)
+
+
+def test_a_run_whose_engine_another_has_used_goes_on_with_its_own_data_and_seed(
+    residual, make_data
+):
+    one, other = make_data(residual, (9, 8, 7)), make_data(residual, (5, 6, 4))
+    fleet, method = fq.Fleet.of([1, 1 / 2], 3, 3), fq.methods.HeteroFL()
+    first = fq.run(method, residual, one, fleet, rounds=1, precision="fp64")
+    before = first.deploy(fq.Budget(share=0.5)).state_dict()
+    fq.run(method, residual, other, fleet, first.engine, rounds=1, seed=7)
+    torch.testing.assert_close(
+        first.deploy(fq.Budget(share=0.5)).state_dict(), before, rtol=0, atol=0
+    )
+    assert_same(
+        fq.run(method, residual, one, fleet, rounds=2, precision="fp64"), first.train(2), atol=0
+    )
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_an_engine_serves_another_family_with_its_options(
+    engine, perceptron, residual, make_data, play
+):
+    fleet, method = fq.Fleet.of([1], 2, 2), fq.methods.FedAvg()
+    first = fq.prepare(
+        method, perceptron, make_data(perceptron, (5, 6)), fleet, engine, precision="fp64"
+    ).train(1)
+    data, never = make_data(residual, (5, 6)), fq.Evaluation(every=0)
+    run = fq.prepare(method, residual, data, fleet, first.engine, evaluation=never).train(2)
+    assert run.world.precision == "fp64"
+    torch.testing.assert_close(
+        dict(run.server.weights),
+        dict(play(method, residual, data, engine=engine).server.weights),
+        rtol=0,
+        atol=0,
+    )
+
+
+def test_what_clients_outside_of_the_fleet_hold_is_nobodys(residual, make_data):
+    """Norm statistics are measured over the fleet's own samples."""
+    data, how = make_data(residual, (5, 6, 7)), fq.Evaluation(every=0)
+    fleet = fq.Fleet.of((1.0, 0.5), 2, 2)
+    alone = fq.FederatedData.of(
+        (data.inputs[:11], data.targets[:11]),
+        (data.test_inputs, data.test_targets),
+        data.parts[:2],
+        data.test_parts[:2],
+    )
+    runs = [
+        fq.run(HeteroFL(), residual, some, fleet, "sequential", 1, evaluation=how)
+        for some in (data, alone)
+    ]
+    assert runs[0].data.num_clients == 2
+    assert_same_grades(runs[0].records[-1], runs[1].records[-1])
+    for name, value in runs[0].deploy(fq.Budget(share=1.0)).state_dict().items():
+        assert torch.equal(value, runs[1].deploy(fq.Budget(share=1.0)).state_dict()[name]), name
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_logits_may_be_more_precise_than_the_weights(engine, make_data, perceptron):
+    class Precise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.relu(self.first(x))).double()
+
+    family, data = fq.trace(Precise, torch.rand(2, 4)), make_data(perceptron, (6, 6))
+    run = fq.run(FedAvg(), family, data, fq.Fleet.of((1.0,), 2, 2), engine, 1)
+    assert all(value.dtype == torch.float32 for value in run.server.weights.values())
+
+
+def test_norms_of_two_kinds_without_attacks_are_pointed_out(make_data, caplog):
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    family, fleet = fq.trace(fq.dual(net), torch.rand(2, 4)), fq.Fleet.of((1.0,), 2, 2)
+    data = make_data(family, (6, 6))
+    data = replace(data, inputs=data.inputs.sigmoid(), test_inputs=data.test_inputs.sigmoid())
+    fq.prepare(
+        FedAvg(local=fq.LocalTraining(adversarial=fq.attacks.AdversarialTraining())),
+        family,
+        data,
+        fleet,
+    )
+    assert not caplog.text
+    fq.prepare(FedAvg(), family, data, fleet)
+    assert "FedAvg attacks nothing in training" in caplog.text
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_statistics_that_are_no_numbers_are_refused_too(engine, residual, make_data):
+    data = make_data(residual, (8, 8, 8))
+    inputs = data.inputs.float()
+    inputs[data.parts[1]] *= 1e25
+    method, fleet = with_local(FedAvg(), batch_size=4, norm="tracked"), fq.Fleet.of((1.0,), 3, 3)
+    with pytest.raises(
+        TrainingError, match=r"client 1 .* sent weights that are not finite in round 1"
+    ):
+        fq.run(method, residual, replace(data, inputs=inputs), fleet, engine, 2)
+
+
+def test_what_a_codec_makes_of_weights_must_be_finite(perceptron, make_data):
+    """A range of more than the largest number has no steps."""
+    fleet, link = fq.Fleet.of((1.0,), 1, 1), fq.Link(codec=fq.links.Codec(bits=8))
+    run = fq.prepare(FedAvg(), perceptron, make_data(perceptron, (4,)), fleet, link=link)
+    job = Job(fleet.client(0, 0, 0, 4), prefix(perceptron.whole), 0)
+    wide = {name: torch.full_like(value, 2e38) for name, value in run.server.weights.items()}
+    wide["last.bias"][0] = -2e38
+    with pytest.raises(
+        TrainingError, match=r"client 0 .* sent weights that are not finite in round 1"
+    ):
+        send(
+            run.federation,
+            job,
+            Payload(job.submodel, wide),
+            run.server.weights,
+            None,
+            run.federation.initial,
+        )
+
+
+def test_a_budget_that_holds_no_base_net_is_refused_before_the_first_round(residual, make_data):
+    fleet = fq.Fleet.mixed({0.5: 0.95, 0.1: 0.05}, 20, 1)
+    with pytest.raises(BudgetError, match=r"client 19: the budget share 0\.1 was given"):
+        fq.prepare(SplitMix(base=0.25), residual, make_data(residual, (4,) * 20), fleet)
+
+
+def test_a_name_with_a_slash_is_refused():
+    net = nn.Sequential()
+    net.add_module("enc/1", nn.Linear(4, 3))
+    with pytest.raises(
+        TraceError, match=r"has a weight named 'enc/1.weight'; .* Name the layer without it"
+    ):
+        fq.trace(net, torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("samples", [torch.float64, torch.float16])
+@pytest.mark.parametrize("weights", [torch.float32, torch.float64, torch.bfloat16])
+def test_samples_and_modules_of_any_precision_are_cast(samples, weights, perceptron, make_data):
+    def net():
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).to(weights)
+
+    data = make_data(perceptron, (6, 6))
+    data = replace(data, inputs=data.inputs.to(samples), test_inputs=data.test_inputs.to(samples))
+    run = fq.run(
+        HeteroFL(), fq.trace(net, data.example), data, fq.Fleet.of((1.0, 0.5), 2, 2), rounds=1
+    )
+    assert run.accuracy
+    assert (
+        run.deploy(fq.Budget(share=0.5))(run.data.test_samples(torch.arange(3))).dtype
+        == torch.float32
+    )
+
+
+def test_samples_that_are_no_numbers_are_no_memory(perceptron, make_data):
+    data = make_data(perceptron, (6, 6))
+    data.inputs[0] = torch.nan
+    family = fq.trace(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), data.example)
+    with pytest.raises(TrainingError, match=r"nan|not finite|numbers"):
+        fq.run(FedAvg(), family, data, fq.Fleet.of((1.0,), 2, 2), rounds=1)
+
+
+def test_outputs_without_a_class_are_pointed_out(caplog):
+    samples = (torch.zeros(6, 4), torch.tensor([0, 1, 2, 0, 1, 2]))
+    data = fq.FederatedData.of(samples, samples, [[0, 1, 2], [3, 4, 5]], name="mine")
+    for outputs in (3, 5):
+        assert not caplog.text
+        family = fq.trace(lambda outputs=outputs: nn.Linear(4, outputs), torch.zeros(2, 4))
+        fq.prepare(FedAvg(), family, data, fq.Fleet.of((1.0,), 2, 2))
+    assert "the model has 5 outputs, and mine has 3 classes." in caplog.text
+
+
+def test_a_share_of_less_than_one_channel_is_pointed_out(perceptron, make_data, caplog):
+    data = make_data(perceptron, (6, 6))
+    for shares in ((1.0, 0.5), (1.0, 0.0001)):
+        assert "less than one channel" not in caplog.text
+        fq.prepare(HeteroFL(), perceptron, data, fq.Fleet.of(shares, 2, 2))
+    assert "a share of 0.0001 is less than one channel on " in caplog.text
+
+
+@dataclass(frozen=True)
+class Drawing(HeteroFL):
+    """HeteroFL whose plan draws from a global generator, though it does not use the number."""
+
+    draw: Callable[[], object] = random.random
+
+    def plan(self, server, client, world):
+        self.draw()
+        return super().plan(server, client, world)
+
+
+def test_a_plan_that_draws_from_a_global_generator_is_pointed_out(perceptron, make_data, caplog):
+    data = make_data(perceptron, (6, 6))
+    draws = {"torch": lambda: torch.rand(1), "NumPy": np.random.random, "Python": random.random}
+    for method in (HeteroFL(), FedRolex(), SplitMix(), FedDropout()):
+        fq.prepare(method, perceptron, data, fq.Fleet.of((1.0, 0.5), 2, 2))
+    assert "global generator" not in caplog.text
+    for library, draw in draws.items():
+        fq.prepare(Drawing(draw=draw), perceptron, data, fq.Fleet.of((1.0, 0.5), 2, 2))
+        assert f"Drawing.plan draws from {library}'s global generator." in caplog.text
+
+
+@dataclass(frozen=True)
+class Tempered(HeteroFL):
+    temperature: float = 1.0
+    steps: int = 1
+
+
+def test_fields_of_another_type_are_refused(perceptron, make_data):
+    data, fleet = make_data(perceptron, (6, 6)), fq.Fleet.of((1.0,), 2, 2)
+    fq.prepare(Tempered(temperature=2, steps=np.int64(3)), perceptron, data, fleet)
+    message = (
+        r"Tempered: temperature = 'hot' was asked for; it must be a number. steps = 1.5 .* a "
+        r"whole number"
+    )
+    with pytest.raises(ConfigError, match=message):
+        fq.prepare(Tempered(temperature="hot", steps=1.5), perceptron, data, fleet)
+
+
+def test_a_state_that_is_none_is_refused(perceptron, make_data):
+    class Stateless(FedAvg):
+        def init(self, world):
+            return None
+
+    with pytest.raises(ConfigError, match=r"Stateless\.init returned nothing; a Server is needed"):
+        fq.prepare(
+            Stateless(), perceptron, make_data(perceptron, (6, 6)), fq.Fleet.of((1.0,), 2, 2)
+        )
+
+
+def test_a_model_that_cannot_be_cut_is_pointed_out_where_devices_are_smaller(make_data, caplog):
+    family = fq.trace(lambda: nn.Linear(4, 3), torch.zeros(2, 4))
+    data = make_data(family, (6, 6))
+    fq.prepare(HeteroFL(), family, data, fq.Fleet.of((1.0,), 2, 2))
+    assert not caplog.text
+    fq.prepare(HeteroFL(), family, data, fq.Fleet.of((1.0, 0.25), 2, 2))
+    assert (
+        "nothing of the model can be cut: devices train the whole of it, also for share 0.25"
+        in caplog.text
+    )
+
+
+def test_local_settings_that_are_not_named_stay_the_methods_own():
+    method = HeteroFL().with_local(epochs=2)
+    assert method.local == replace(HeteroFL().local, epochs=2)
+    assert method.local.scaler
+
+
+def test_plans_are_tried_with_clients_as_they_are(perceptron, make_data):
+    class Scarce(FedAvg):
+        ignores_budgets = True
+
+        def plan(self, server, client, world):
+            assert client.size == 6
+            return super().plan(server, client, world)
+
+    fq.prepare(Scarce(), perceptron, make_data(perceptron, (6, 6)), fq.Fleet.of((1.0, 0.5), 2, 2))
+
+
+def test_a_users_own_warnings_are_shown_once(perceptron, make_data):
+    class Warns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            warnings.warn("mine", stacklevel=1)
+            return self.last(torch.relu(self.first(x)))
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        family = fq.trace(Warns, torch.rand(2, 4))
+        shown.clear()
+        fq.run(FedAvg(), family, make_data(perceptron, (6, 6)), fq.Fleet.of((1.0,), 2, 2), rounds=4)
+    assert len([one for one in shown if str(one.message) == "mine"]) <= 2
