@@ -33,10 +33,10 @@ def rounds() -> Times:
     import rounds as script
     import torch
 
-    import fedquilt as fq
+    from fedquilt.hardware.process import keep_pages
 
     torch.set_num_threads(1)
-    fq.keep_pages()
+    keep_pages()
     ours: Any = script.Ours(16, script.data(100, 2_000))
     ours.train()
     ours.clock.reset()

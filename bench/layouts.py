@@ -18,6 +18,7 @@ from measure import SHARES, images, machine
 import fedquilt as fq
 from fedquilt.engines.vectorized.engine import Vectorized
 from fedquilt.engines.vectorized.groups import ClientGroup, Layout, Shape
+from fedquilt.hardware.process import keep_pages
 from fedquilt.methods import HeteroFL
 from fedquilt.round.federation import World
 from fedquilt.round.training.local import LocalTraining
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64, help="channels of the first stage")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    fq.keep_pages()
+    keep_pages()
     widths = [asked.width << stage for stage in range(4)]
     family = fq.trace(
         partial(fq.models.MODELS["preresnet18"].factory, widths=widths), torch.zeros(2, 3, 32, 32)

@@ -29,6 +29,7 @@ from measure import NUM_CLASSES, SHARES, Clock, machine
 from torch import nn
 
 import fedquilt as fq
+from fedquilt.hardware.process import keep_pages
 from fedquilt.methods import HeteroFL
 from fedquilt.models import PreResNet
 from fedquilt.round.evaluate import EvalJob, grade, ready
@@ -181,7 +182,7 @@ class Theirs:
 
 
 def main() -> None:
-    fq.keep_pages()
+    keep_pages()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

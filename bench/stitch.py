@@ -24,6 +24,7 @@ from measure import SHARES, machine
 from torch import Tensor
 
 import fedquilt as fq
+from fedquilt.hardware.process import keep_pages
 from fedquilt.round.merge import Mean
 from fedquilt.terms import Client, Job, Payload, Server, Submodel, Update
 
@@ -87,7 +88,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    fq.keep_pages()  # as every run from a file or the command line has them
+    keep_pages()  # as every run from a file or the command line has them
     family = fq.trace(
         lambda: fq.models.MODELS["preresnet18"].factory(num_classes=10), torch.zeros(2, 3, 32, 32)
     )

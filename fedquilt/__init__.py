@@ -13,17 +13,14 @@ if TYPE_CHECKING:
     from fedquilt.data import FederatedData
     from fedquilt.deploy.customizable import CustomizableModel
     from fedquilt.deploy.export import load_model
-    from fedquilt.family.cost import TrainingStep
-    from fedquilt.family.dual import ConditionedNorm, DualNorm, conditioned, dual, set_robustness
+    from fedquilt.family.dual import conditioned, dual, set_robustness
     from fedquilt.family.family import Family, trace
     from fedquilt.family.stages import with_stages
     from fedquilt.family.union import union
-    from fedquilt.hardware.process import keep_pages
     from fedquilt.round import Evaluation, Fleet
     from fedquilt.round import link as links
     from fedquilt.round.link import Link
     from fedquilt.round.training import attacks, optimizers, schedules
-    from fedquilt.round.training.augmentation import Intensity
     from fedquilt.round.training.local import LocalTraining
     from fedquilt.runs.checkpoint import Checkpointing
     from fedquilt.runs.experiment import Experiment, load_run
@@ -37,21 +34,12 @@ _NAMES = {
     "fedquilt.data": ("FederatedData",),
     "fedquilt.deploy.customizable": ("CustomizableModel",),
     "fedquilt.deploy.export": ("load_model",),
-    "fedquilt.family.cost": ("TrainingStep",),
-    "fedquilt.family.dual": (
-        "ConditionedNorm",
-        "DualNorm",
-        "conditioned",
-        "dual",
-        "set_robustness",
-    ),
+    "fedquilt.family.dual": ("conditioned", "dual", "set_robustness"),
     "fedquilt.family.family": ("Family", "trace"),
     "fedquilt.family.stages": ("with_stages",),
     "fedquilt.family.union": ("union",),
-    "fedquilt.hardware.process": ("keep_pages",),
     "fedquilt.round": ("Evaluation", "Fleet"),
     "fedquilt.round.link": ("Link",),
-    "fedquilt.round.training.augmentation": ("Intensity",),
     "fedquilt.round.training.local": ("LocalTraining",),
     "fedquilt.runs.checkpoint": ("Checkpointing",),
     "fedquilt.runs.experiment": ("Experiment", "load_run"),
@@ -78,13 +66,16 @@ _RENAMED = {
     "Columns": "links.ColumnLoss",
     "CustomisableModel": "CustomizableModel",
     "Local": "LocalTraining",
+    "keep_pages": "hardware.process.keep_pages",
     "load": "load_state",
+    **{name: f"family.dual.{name}" for name in ("ConditionedNorm", "DualNorm")},
     **{name: f"schedules.{name}" for name in ("Constant", "Cosine", "Steps", "WithinRound")},
     **{name: f"optimizers.{name}" for name in ("SGD", "Adam", "AdamW")},
     **{name: f"links.{name}" for name in ("Clock", "Codec", "Wireless")},
     **{name: f"attacks.{name}" for name in ("PGD", "AdversarialTraining")},
     **{name: f"methods.api.{name}" for name in ("Arch", "Client", "Federation", "Job", "Payload")},
     **{name: f"methods.api.{name}" for name in ("Server", "Submodel", "Update", "World")},
+    **{name: f"methods.api.{name}" for name in ("Intensity", "TrainingStep")},
 }
 
 
@@ -105,21 +96,17 @@ def __dir__() -> list[str]:
 __all__ = [
     "Budget",
     "Checkpointing",
-    "ConditionedNorm",
     "CustomizableModel",
-    "DualNorm",
     "Evaluation",
     "Experiment",
     "Family",
     "FederatedData",
     "FedquiltError",
     "Fleet",
-    "Intensity",
     "Link",
     "LocalTraining",
     "Run",
     "Study",
-    "TrainingStep",
     "__version__",
     "attacks",
     "conditioned",
@@ -127,7 +114,6 @@ __all__ = [
     "dual",
     "errors",
     "fleets",
-    "keep_pages",
     "links",
     "load_model",
     "load_run",

@@ -233,7 +233,7 @@ def test_a_memory_bound_splits_stacks_and_keeps_the_numbers(residual, make_data)
     method, data = with_local(HeteroFL(), batch_size=4), make_data(residual, RAGGED)
     fleet, how = fq.Fleet.of((1.0,), 6, 6), fq.Evaluation(batch_size=8)
     runs = []
-    cost = residual.cost(residual.whole, fq.TrainingStep(4, 1))
+    cost = residual.cost(residual.whole, fq.methods.api.TrainingStep(4, 1))
     # float64; old and new weights and momentum, and what was received
     one = 2 * (cost.memory + 3 * cost.bytes)
     for memory in (1 << 30, 2 * one, 1):

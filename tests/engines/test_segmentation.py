@@ -86,7 +86,7 @@ def test_losses_and_augmentation_give_the_same_on_both_engines(dims, loss):
         "crop": 1,
         "flip": True,
         "flip_axes": axes,
-        "intensity": fq.Intensity(0.1, 0.2, 0.05),
+        "intensity": fq.methods.api.Intensity(0.1, 0.2, 0.05),
     }
     method = with_local(HeteroFL(), **changes)
     runs = [play(method, engine, dims, Segmentation(loss=loss)) for engine in LOCAL]

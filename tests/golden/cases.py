@@ -358,7 +358,7 @@ MOVED_MASKS = {
     "crop": 1,
     "flip": True,
     "flip_axes": (0, 1),
-    "intensity": fq.Intensity(0.1, 0.1, 0.05),
+    "intensity": fq.methods.api.Intensity(0.1, 0.1, 0.05),
 }
 TASK_RUNS = {
     "segmentation": Case(HeteroFL(), MOVED_MASKS, unet, strokes, task=Segmentation()),

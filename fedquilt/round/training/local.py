@@ -68,7 +68,7 @@ class LocalTraining:
             problems["flip_axes"] = f"{axes} was asked for without flip = true, which it needs."
         if self.intensity is not None and not isinstance(self.intensity, Intensity):
             problems["intensity"] = (
-                f"{self.intensity!r} was asked for; fq.Intensity(scale=0.1) would work."
+                f"{self.intensity!r} was asked for; fq.methods.api.Intensity(scale=0.1) would work."
             )
         if not isinstance(self.within_round, WithinRound):
             problems["within_round"] = (

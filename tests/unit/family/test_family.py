@@ -111,7 +111,7 @@ def test_the_largest_member_within_a_multiply_add_budget(kept, perceptron):
 def test_the_largest_member_within_a_memory_budget(residual):
     for share in (0.25, 0.5, 1.0):
         member = residual.fit(fq.Budget(share=share))
-        step, memory = fq.TrainingStep(), residual.cost(member).memory
+        step, memory = fq.methods.api.TrainingStep(), residual.cost(member).memory
         assert residual.fit(fq.Budget(memory=memory), step=step) == member
         if share > 0.25:
             assert (
@@ -134,7 +134,7 @@ def test_a_budget_no_member_fits_says_what_the_smallest_needs(perceptron):
         perceptron.fit(fq.Budget(macs=1))
     for step, needs in (
         (None, "runs in 64 bytes"),
-        (fq.TrainingStep(8, 0), "trains in 248 bytes with batches of 8"),
+        (fq.methods.api.TrainingStep(8, 0), "trains in 248 bytes with batches of 8"),
     ):
         with pytest.raises(
             BudgetError, match=f"memory 9: the smallest has 11 parameters, .* {needs}"
@@ -159,7 +159,7 @@ def test_a_search_reaches_one_channel_of_one_group(groups):
 
 def test_a_search_counts_few_members(residual):
     family = fq.trace(copy.deepcopy(residual._module), residual.example_inputs)
-    step = fq.TrainingStep(nested=tuple(k / 20 for k in range(1, 20)), most=2)
+    step = fq.methods.api.TrainingStep(nested=tuple(k / 20 for k in range(1, 20)), most=2)
     family.fit(fq.Budget(memory=family.cost(family.whole, step).memory // 2), step=step)
     assert sum(len(member._known.counts) for member in family._members.values()) <= 12
 
@@ -176,14 +176,15 @@ def test_nested_members_are_shares_of_the_whole_model(perceptron):
 
 
 def test_costs_by_hand(perceptron):
-    cost = perceptron.cost(perceptron.whole, fq.TrainingStep(batch_size=8, slots=1))
+    cost = perceptron.cost(perceptron.whole, fq.methods.api.TrainingStep(batch_size=8, slots=1))
     assert cost.params == WHOLE
     assert cost.macs == 4 * 6 + 6 * 3
     assert cost.bytes == 4 * WHOLE
     # Weights, gradients and one slot; saved: the batch's inputs and its hidden activations, once.
     assert cost.memory == 3 * 4 * WHOLE + 4 * 8 * (4 + 6)
     assert (
-        perceptron.cost(perceptron.whole, fq.TrainingStep(8, slots=2)).memory - cost.memory
+        perceptron.cost(perceptron.whole, fq.methods.api.TrainingStep(8, slots=2)).memory
+        - cost.memory
         == 4 * WHOLE
     )
 
@@ -216,7 +217,9 @@ def test_a_residual_is_needed_until_it_is_added():
 
 def test_memory_follows_precision_passes_and_nested_nets(perceptron):
     def memory(**changes) -> int:
-        return perceptron.cost(perceptron.whole, fq.TrainingStep(8, 0, **changes)).memory
+        return perceptron.cost(
+            perceptron.whole, fq.methods.api.TrainingStep(8, 0, **changes)
+        ).memory
 
     weights, saved = 4 * WHOLE, 4 * 8 * (4 + 6)
     assert memory() == 2 * weights + saved
@@ -231,7 +234,9 @@ def test_memory_follows_precision_passes_and_nested_nets(perceptron):
 
 
 def test_costs_are_a_samples_whatever_the_batch(residual):
-    one, many = (residual.cost(residual.whole, fq.TrainingStep(batch)) for batch in (2, 64))
+    one, many = (
+        residual.cost(residual.whole, fq.methods.api.TrainingStep(batch)) for batch in (2, 64)
+    )
     assert (one.macs, one.params, one.bytes) == (many.macs, many.params, many.bytes)
     assert many.memory > one.memory
 
@@ -255,7 +260,7 @@ def test_costs_of_forwards_that_ask_for_more_than_shapes(between):
             return self.last(between(self, self.first(x)))
 
     family = fq.trace(Odd, torch.zeros(2, 4))
-    one, many = (family.cost(family.whole, fq.TrainingStep(batch)) for batch in (1, 64))
+    one, many = (family.cost(family.whole, fq.methods.api.TrainingStep(batch)) for batch in (1, 64))
     assert one.macs == many.macs == 4 * 6 + 6 * 3
     assert one.memory < many.memory
 
@@ -280,7 +285,7 @@ class Reader(nn.Module):
 def test_costs_of_forwards_that_read_constants_in_python():
     family = fq.trace(Reader, torch.zeros(2, 4))
     assert family.cost(family.whole).macs == 4 * 6 + 6 * 3
-    half = family.cost(family.fit(fq.Budget(share=0.5)), fq.TrainingStep(batch_size=8))
+    half = family.cost(family.fit(fq.Budget(share=0.5)), fq.methods.api.TrainingStep(batch_size=8))
     assert half.macs == 4 * 3 + 3 * 3
     # saved of a sample: its inputs, and what ReLU gave
     assert half.memory == 3 * half.bytes + 4 * 8 * (4 + 3)

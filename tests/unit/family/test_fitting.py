@@ -160,7 +160,7 @@ def test_packed_sequences_are_run_as_they_are():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "step", [fq.TrainingStep(batch_size=4), None], ids=["training", "inference"]
+    "step", [fq.methods.api.TrainingStep(batch_size=4), None], ids=["training", "inference"]
 )
 def test_thirty_limits_count_each_member_once(step, counted):
     """The members found are those of an exhaustive search, and limits share what was counted."""
@@ -190,7 +190,7 @@ def test_thirty_limits_count_each_member_once(step, counted):
 def test_a_search_counts_few_of_512_members(bound, counted):
     """Bisection would count nine members for each of the limits."""
     family = fq.trace(Wide, torch.zeros(2, 8))
-    step = fq.TrainingStep() if bound == "memory" else None
+    step = fq.methods.api.TrainingStep() if bound == "memory" else None
     whole = getattr(family.cost(family.whole), bound)
     counted.clear()
     for place, part in enumerate((0.31, 0.5, 0.77)):

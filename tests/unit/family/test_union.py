@@ -24,7 +24,7 @@ from tests.conftest import Perceptron
 
 EXAMPLE = torch.zeros(2, 4)
 PAIR = joined("whole", "deep")
-STEP = fq.TrainingStep(batch_size=8, slots=0)
+STEP = fq.methods.api.TrainingStep(batch_size=8, slots=0)
 
 
 class Deep(nn.Module):

@@ -10,6 +10,7 @@ import torch
 import fedquilt as fq
 from fedquilt.errors import ConfigError
 from fedquilt.hardware.device import to_device_async
+from fedquilt.hardware.process import keep_pages
 
 
 def test_a_tensor_of_the_host_is_on_the_device():
@@ -27,10 +28,10 @@ def test_pages_are_kept_where_the_c_library_can_and_nothing_happens_elsewhere(mo
             return 1
 
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: Library)
-    fq.keep_pages()
+    keep_pages()
     assert asked == [(-3, 32 << 20), (-1, (1 << 31) - 1)]
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: object())
-    fq.keep_pages()
+    keep_pages()
 
 
 def test_a_device_that_is_not_here_is_refused_by_whoever_takes_one(tmp_path):

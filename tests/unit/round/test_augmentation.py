@@ -178,7 +178,7 @@ def test_masks_of_another_size_than_the_inputs_cannot_be_cropped():
         ({"crop": -1}, "crop = -1 was asked for"),
         (
             {"intensity": {"scale": 0.1}},
-            r"intensity = .* was asked for; fq.Intensity\(scale=0.1\) would work",
+            r"intensity = .* was asked for; fq.methods.api.Intensity\(scale=0.1\) would work",
         ),
     ],
 )

@@ -45,9 +45,9 @@ FITTING = {name: kind for name, kind in CUTTING.items() if not kind().ignores_bu
 
 def test_steps_by_method(residual):
     world = World(residual, precision="bf16")
-    assert HeteroFL().training_step(world) == fq.TrainingStep(32, 1, "bf16")
+    assert HeteroFL().training_step(world) == fq.methods.api.TrainingStep(32, 1, "bf16")
     adam = with_local(HeteroFL(), optimizer=fq.optimizers.Adam(), batch_size=7, last_batch="merge")
-    assert adam.training_step(World(residual)) == fq.TrainingStep(13, 2)
+    assert adam.training_step(World(residual)) == fq.methods.api.TrainingStep(13, 2)
     # momentum, and the weights that were received
     assert FedProx(mu=0.1).training_step(World(residual)).slots == 2
     assert SHeteroFL().training_step(World(residual)).nested == (0.5, 0.25, 0.125)
@@ -148,11 +148,11 @@ def test_the_budget_that_a_batch_of_200_exceeded():
     assert (
         family.cost(family.whole).memory
         < budget.memory
-        < family.cost(family.whole, fq.TrainingStep(200)).memory
+        < family.cost(family.whole, fq.methods.api.TrainingStep(200)).memory
     )
     member = method.fit(budget, World(family))
     assert member != family.whole
-    assert family.cost(member, fq.TrainingStep(200)).memory <= budget.memory
+    assert family.cost(member, fq.methods.api.TrainingStep(200)).memory <= budget.memory
     halves = method.fit(budget, World(family, precision="bf16"))
     assert family.count(member) < family.count(halves)
     assert family.fit(budget) == family.whole  # to run it, there is room

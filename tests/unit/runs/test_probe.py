@@ -67,7 +67,7 @@ def test_a_probe_trains_in_the_precision_asked_for(residual, precision):
     assert found.budget.memory == found.memory * found.target.memory
     assert (
         found.member.memory
-        == residual.cost(residual.whole, fq.TrainingStep(32, 1, precision)).memory
+        == residual.cost(residual.whole, fq.methods.api.TrainingStep(32, 1, precision)).memory
     )
 
 
