@@ -1,4 +1,4 @@
-"""The layers of docs/architecture.md hold for every import, type-only and deferred ones included."""
+"""Layers of docs/architecture.md, for all imports, also type-only and deferred; sizes of files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fedquilt"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 MAX_TOP_MODULES = 8
+MAX_LINES = 550  # of a file
+MAX_CHARACTERS = 100  # of a line
 
 
 def documented_layers() -> list[set[str]]:
-    """Return the layers of the page from the lowest to the highest, each as the names of its
-    packages.
-    """
+    """Return the layers of the page, the lowest first, each as the names of its packages."""
     block = re.search(r"```layers\n(.*?)```", PAGE, re.DOTALL)
     assert block, "docs/architecture.md has no block of layers"
     lines = [line.split("#")[0] for line in block[1].splitlines()]
@@ -52,7 +52,7 @@ def imports(module: str) -> set[str]:
 
 
 def top(module: str) -> str:
-    """Return the part of the package that a module belongs to: `family` for `fedquilt.family.cut`."""
+    """Return the package that a module belongs to: `family` for `fedquilt.family.cut`."""
     return module.split(".")[1] if "." in module else "__init__"
 
 
@@ -96,3 +96,19 @@ def test_no_packages_import_each_other_in_a_circle():
 def test_few_modules_are_at_the_top_of_the_package():
     modules = {file.stem for file in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
     assert len(modules) <= MAX_TOP_MODULES, sorted(modules)
+
+
+def test_no_file_is_long():
+    lengths = {module: len(file.read_text().splitlines()) for module, file in MODULES.items()}
+    assert {module: number for module, number in lengths.items() if number > MAX_LINES} == {}
+
+
+def test_no_line_is_long():
+    """Ruff leaves out lines that end with an address, and files that its settings exclude."""
+    long = [
+        f"{module}:{number}"
+        for module, file in MODULES.items()
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if len(line) > MAX_CHARACTERS
+    ]
+    assert long == []
