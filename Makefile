@@ -1,4 +1,5 @@
-# `make demo` trains something real, `make test` checks everything that is quick to check, `make wheel` packs the package.
+# `make demo` trains something real, `make test` checks everything that is quick to check, `make docs` builds the pages and
+# the reference of the package, `make wheel` packs the package.
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
@@ -10,7 +11,7 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c
 # Two test processes on two cores: threads that wait by spinning would starve each other.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: demo test test-all check wheel bench results clean
+.PHONY: demo test test-all check docs wheel bench results clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # Two installations into one environment would disturb each other.
 
@@ -42,11 +43,15 @@ test: check
 test-all: check
 	$(BIN)/pytest -n 2 -m 'not gpu'
 
+# The site is in build/docs. A broken link or an unknown name is an error. Nothing is downloaded.
+docs: $(READY)
+	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going --conf-dir docs . build/docs
+
 # setuptools would also pack what an older build has left behind.
 wheel: $(BIN)/pip
-	rm -rf build
+	rm -rf build/lib build/bdist.*
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
-	rm -rf build
+	rm -rf build/lib build/bdist.*
 
 # About ten minutes on two idle cores. Other frameworks are measured where they are installed: pip install -e '.[bench]'.
 bench: $(READY)
@@ -67,4 +72,4 @@ results: $(READY)
 	$(BIN)/python tools/results.py
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) build

@@ -143,8 +143,8 @@ def test_make_has_the_targets() -> None:
     targets = re.findall(r"^make (\S+)", "".join(blocks("sh")), re.MULTILINE)
     assert targets == ["demo", "test"]
     assert "`make wheel`" in README
-    targets.append("wheel")
-    for target in targets:
+    assert "`make docs`" in README
+    for target in (*targets, "wheel", "docs"):
         assert re.search(rf"^{target}:", rules, re.MULTILINE), target
 
 
