@@ -14,8 +14,9 @@ import pytest
 import fedquilt as fq
 
 ROOT = Path(__file__).parents[2]
-# What pages link to, and no more.
-PARTS = ("docs", "examples", "fedquilt", "results", "tests/papers", "CHANGELOG.md", "LICENSE")
+# Parts of a checkout that pages may link to.
+FOLDERS = ("bench", "docs", "examples", "fedquilt", "results", "tests", "tools")
+FILES = ("CHANGELOG.md", "LICENSE", "Makefile", "constraints.txt", "pyproject.toml")
 NAMESPACES = ("attacks", "data", "fleets", "links", "methods", "models", "optimizers", "schedules")
 
 pytestmark = pytest.mark.slow
@@ -47,7 +48,7 @@ def test_the_site_has_every_page_and_every_public_name(tmp_path: Path):
     assert {f"fedquilt.{name}" for name in fq.__all__ if callable(getattr(fq, name))} <= names
     for namespace in NAMESPACES:
         assert (folder / f"{namespace}.html").is_file()
-    expected = {"optimizers.SGD", "links.Codec", "data.Pool.of", "methods.FedRolex.plan"}
+    expected = {"optimizers.SGD", "links.Codec", "data.Pool.of", "methods.Method.plan"}
     assert {f"fedquilt.{name}" for name in expected} <= names
     assert {f"fedquilt.methods.api.{name}" for name in ("Learner", "Mean", "World")} <= names
     assert "docs/index.html" in (tmp_path / "index.html").read_text()
@@ -63,13 +64,11 @@ def ids(page: Path) -> set[str]:
 def test_broken_references_are_errors(tmp_path: Path):
     """One in a page, one in a docstring, and one to a section, all found in one build."""
     checkout = tmp_path / "checkout"
-    for part in PARTS:
-        target = checkout / part
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / part).is_dir():
-            shutil.copytree(ROOT / part, target, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / part, target)
+    for name in FOLDERS:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, checkout / name, ignore=ignored)
+    for name in FILES:
+        shutil.copy(ROOT / name, checkout)
     readme = (ROOT / "README.md").read_text()
     (checkout / "README.md").write_text(f"{readme}\n[Lost](docs/lost.md)\n")
     with (checkout / "docs" / "links.md").open("a") as page:
