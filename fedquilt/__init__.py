@@ -79,14 +79,17 @@ _RENAMED = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _NAMESPACES:
-        return import_module(_NAMESPACES[name])
-    if name in _MODULE_OF:
-        value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
-        return value
-    hint = f". It is fedquilt.{_RENAMED[name]} now." if name in _RENAMED else ""
-    raise AttributeError(f"module 'fedquilt' has no attribute {name!r}{hint}")
+# Type checkers do not see this function. For them, `fq.NAME` would exist for every name.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name in _NAMESPACES:
+            return import_module(_NAMESPACES[name])
+        if name in _MODULE_OF:
+            value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+            return value
+        hint = f". It is fedquilt.{_RENAMED[name]} now." if name in _RENAMED else ""
+        raise AttributeError(f"module 'fedquilt' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

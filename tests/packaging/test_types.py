@@ -16,14 +16,14 @@ FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
 EXAMPLES = ("clipped.py", "own_model.py")  # Others call functions of torch without types.
 WRONG = """
 import fedquilt as fq
-from fedquilt.methods.api import Client, Method, Server, World, prefix
+from fedquilt.methods.api import Client, Method, Server, World
 
 class Wrong(Method):
     def plan(self, server: Server, client: Client, world: World) -> int:  # line 6
         return 3
 
 budget: fq.Budget = fq.optimizers.SGD(lr=0.1)  # line 9
-prefix("whole")  # line 10
+fq.Budget(share="half")  # line 10
 fq.Fleet.of([1], num_client=3)  # line 11
 fq.nothing  # line 12
 """
