@@ -13,8 +13,10 @@ import inspect
 import re
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -22,18 +24,19 @@ from typing import Any, NamedTuple
 import fedquilt as fq
 
 PACKAGE = Path(fq.__file__).parent
+# Namespaces below `fedquilt`.
 NAMESPACES = (
-    "fedquilt.data",
-    "fedquilt.errors",
-    "fedquilt.fleets",
-    "fedquilt.methods",
-    "fedquilt.methods.api",
-    "fedquilt.models",
-    "fedquilt.round.link",
-    "fedquilt.round.training.attacks",
-    "fedquilt.round.training.optimizers",
-    "fedquilt.round.training.schedules",
-    "fedquilt.tasks",
+    "attacks",
+    "data",
+    "errors",
+    "fleets",
+    "links",
+    "methods",
+    "methods.api",
+    "models",
+    "optimizers",
+    "schedules",
+    "tasks",
 )
 # Entry points whose docstring has an example, as paths from `fedquilt`.
 ENTRY_POINTS = (
@@ -85,7 +88,7 @@ def public_names(module: ModuleType) -> list[str]:
 
 def public_objects() -> list[Any]:
     """Return the public classes and functions, and the bases of the classes, each once."""
-    modules = [fq, *(importlib.import_module(name) for name in NAMESPACES)]
+    modules = [fq, *(attrgetter(path)(fq) for path in NAMESPACES)]
     objects: dict[tuple[str, str], Any] = {}
     for module in modules:
         for name in public_names(module):
@@ -340,10 +343,7 @@ def opening_findings(package: Path) -> Iterator[Finding]:
 
 def entry_point(path: str) -> Callable[..., Any]:
     """Return the object at a path from `fedquilt`, for example `Run.deploy`."""
-    value: Any = fq
-    for name in path.split("."):
-        value = getattr(value, name)
-    assert callable(value)
+    value: Callable[..., Any] = attrgetter(path)(fq)
     return value
 
 
@@ -355,10 +355,12 @@ def example_findings() -> Iterator[Finding]:
             yield Finding(value.__module__, value.__qualname__, "has no example (>>>)")
 
 
-def modules_with_examples(package: Path) -> list[str]:
-    """Return the modules that have an example in a docstring."""
-    found = {module for module, _, text in docstrings(package) if ">>>" in text}
-    return sorted(found)
+def examples_by_module(package: Path) -> dict[str, int]:
+    """Return the number of examples in the docstrings of each module that has any."""
+    numbers: Counter[str] = Counter()
+    for module, _, text in docstrings(package):
+        numbers[module] += len(re.findall(r"^ *>>> ", text, re.MULTILINE))
+    return {module: number for module, number in sorted(numbers.items()) if number}
 
 
 def all_findings() -> list[Finding]:

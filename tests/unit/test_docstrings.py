@@ -19,7 +19,7 @@ from tests.docstrings import (
     entries_of,
     entry_point,
     example_findings,
-    modules_with_examples,
+    examples_by_module,
     names_in_prose,
     opening_findings,
     parameter_findings,
@@ -48,11 +48,11 @@ def test_entry_points_have_an_example():
     assert not findings, listed(findings)
 
 
-@pytest.mark.parametrize("module", modules_with_examples(PACKAGE))
-def test_examples_in_docstrings_run(module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
+@pytest.mark.parametrize(("module", "number"), examples_by_module(PACKAGE).items())
+def test_examples_in_docstrings_run(module, number, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # Examples may write files.
     results = doctest.testmod(importlib.import_module(module), optionflags=FLAGS)
-    assert results.attempted > 0
+    assert results.attempted == number
     assert results.failed == 0, "the captured output shows which example failed"
 
 
