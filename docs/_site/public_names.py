@@ -13,6 +13,7 @@ import ast
 import importlib
 import inspect
 import re
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -50,7 +51,8 @@ NAMESPACES = (
 DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 HEADING = re.compile(r"[A-Z][A-Za-z ]*:")  # Of a list: Args:, Returns:, Raises:
 GOOGLE = Config()
-MAX_VALUE = 60  # Characters of a constant's value that are shown.
+MAX_VALUE = 200  # Characters of a constant's value that are shown.
+MAX_DEFAULT = 40  # Characters of a default that are shown, if it is an object.
 
 
 class PublicNames(SphinxDirective):
@@ -267,8 +269,31 @@ def names_in_source() -> frozenset[str]:
 def clean_signature(
     app: Sphinx, kind: str, name: str, value: Any, options: Any, signature: str | None, returns: str
 ) -> tuple[str, str] | None:
-    """Replace defaults such as `<factory>`, which are no Python, by an ellipsis."""
-    return (re.sub(r"= ?<[^<>]*>", "= ...", signature), returns) if signature else None
+    """Replace defaults such as `<factory>`, which are no Python, and arguments of long defaults."""
+    if not signature:
+        return None
+    return shortened(re.sub(r"= ?<[^<>]*>", "= ...", signature)), returns
+
+
+def shortened(signature: str) -> str:
+    """Replace the arguments of objects that are long defaults by an ellipsis."""
+    short, rest = "", signature
+    while match := re.search(r"= ?[A-Z]\w*\(", rest):
+        end = _closing(rest, match.end())
+        arguments = rest[match.end() : end]
+        short += rest[: match.end()] + (arguments if len(arguments) <= MAX_DEFAULT else "...")
+        rest = rest[end:]
+    return short + rest
+
+
+def _closing(text: str, start: int) -> int:
+    """Return the position of the bracket that closes the one before `start`."""
+    depth = 1
+    for position in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[position], 0)
+        if depth == 0:
+            return position
+    return len(text)
 
 
 class Docstring(GoogleDocstring):
@@ -288,7 +313,7 @@ def convert_docstring(
 
     A property is converted like a method, because a colon in its first sentence separates no type.
     """
-    if kind == "class" and hasattr(value, "__dataclass_fields__"):
+    if kind == "class" and is_dataclass(value):
         lines[:] = ["Args:" if line == "Attributes:" else line for line in lines]
         lines += commented_fields(value, "\n".join(lines))
     kind = "method" if kind == "property" else kind
@@ -298,15 +323,13 @@ def convert_docstring(
 
 def commented_fields(owner: type, text: str) -> list[str]:
     """Return a list of the fields that a comment explains, and the docstring does not."""
-    fields = owner.__dataclass_fields__  # type: ignore[attr-defined]
-    missing = {
-        field: comment
-        for field, comment in comments(owner).items()
-        if field in fields
-        and not field.startswith("_")
-        and not re.search(rf"^\s+{field}(?: \(.*?\))?: ", text, re.MULTILINE)
-    }
-    entries = [f"    {field}: {missing[field]}" for field in fields if field in missing]
+    known = comments(owner)
+    names = [field.name for field in fields(owner) if field.init and field.name in known]
+    entries = [
+        f"    {name}: {known[name]}"
+        for name in names
+        if not name.startswith("_") and not re.search(rf"^ +{name}(?: \(.*?\))?: ", text, re.M)
+    ]
     return ["", "Args:", *entries, ""] if entries else []
 
 
