@@ -1,4 +1,4 @@
-"""docs/data.md: its blocks run as written where they need no file of the reader's; its tables name what there is."""
+"""docs/data.md: blocks that need no file of the reader run as written, and tables are complete."""
 
 from __future__ import annotations
 
@@ -112,11 +112,13 @@ def test_the_tables_of_prepared_data_are_those_of_the_code():
     ranges = {
         "number of digits": f"{syn.NUM_DIGITS[0]} to {syn.NUM_DIGITS[1]}",
         "font size": f"{syn.FONT_SIZE[0]} to {syn.FONT_SIZE[1]} pixels",
-        "rotation about the middle": f"−{-syn.TENTHS_OF_DEGREES[0] / 10} to {syn.TENTHS_OF_DEGREES[1] / 10} degrees",
+        "rotation about the middle": f"−{-syn.TENTHS_OF_DEGREES[0] / 10} to "
+        f"{syn.TENTHS_OF_DEGREES[1] / 10} degrees",
         "shift to the right, shift down": f"−{-syn.SHIFT[0]} to {syn.SHIFT[1]} pixels",
-        "radius of the Gaussian blur": f"{syn.BLUR_TENTHS[0] / 10} to {syn.BLUR_TENTHS[1] / 10} pixels",
-        "background colour, then stroke colour": f"0 to 255 per channel; both again until the channels' absolute "
-        f"differences sum to {syn.MIN_CONTRAST} or more",
+        "radius of the Gaussian blur": f"{syn.BLUR_TENTHS[0] / 10} to "
+        f"{syn.BLUR_TENTHS[1] / 10} pixels",
+        "background colour, then stroke colour": "0 to 255 per channel; both again until the "
+        f"channels' absolute differences sum to {syn.MIN_CONTRAST} or more",
     }
     for quantity, shown in ranges.items():
         assert f"| {quantity} | {shown}" in section

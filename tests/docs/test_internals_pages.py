@@ -1,5 +1,4 @@
-"""docs/architecture.md and docs/internals: links, tables of files, settings and commands are right.
-"""
+"""docs/architecture.md and docs/internals: links, tables of files, settings and commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/segmentation.md: its Python and its commands run, and its table is what the first run finds."""
+"""docs/segmentation.md: Python and commands run, and the table is what the first run finds."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_the_first_table_lists_the_tasks_and_their_metrics() -> None:
 
 
 def test_a_task_of_ones_own_is_trained_recorded_and_reopened(own: Path) -> None:
-    """Its options are in config.toml, its metrics in the summary; and more rounds go on from there."""
+    """Options are in config.toml, metrics in the summary, and the run can be resumed."""
     quick = ["--rounds", "2", "--clients", "4", "--cohort", "2"]
     asked = ["--data", "diabetes", "--task", "quantile.py:Quantile", "--set", "task.level=0.9"]
     assert main(["run", *asked, *quick, "--out", "run", "--target", "5"]) == 0

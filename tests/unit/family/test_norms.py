@@ -187,9 +187,7 @@ def test_an_unknown_name_in_a_file_is_told_with_the_nearest():
 
 
 def test_a_policy_in_a_file(residual, play, make_data, tmp_path, monkeypatch):
-    """The one of docs/internals/norms.md: affine weights are kept, and statistics are measured by each
-    client.
-    """
+    """The one of docs/internals/norms.md: clients keep affine weights, and measure statistics."""
     (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "mine.py").write_text(block)
     monkeypatch.chdir(tmp_path)
