@@ -73,7 +73,7 @@ def test_the_table_has_every_section_and_paths_that_exist() -> None:
     assert sorted(title.lower() for title in titles) == sorted(what.lower() for what, _, _ in rows)
     for _, anchor, cells in rows:
         assert anchor in {title.lower().replace(" ", "-") for title in titles}
-        for path in re.findall(r"`(tests/[\w/.]+)`", cells):
+        for path in re.findall(r"`((?:tests|fedquilt)/[\w/.]+)`", cells):
             assert (ROOT / path).exists(), path
 
 

@@ -25,7 +25,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_the_first_lines_deal_the_digits():
+def test_the_first_lines_partition_the_digits():
     names: dict[str, object] = {}
     exec(compile(blocks("python")[0], "data.md", "exec"), names)
     assert names["data"].num_clients == 20
@@ -73,7 +73,7 @@ def test_the_command_on_a_folder_of_masks_runs_as_written(tmp_path, monkeypatch)
     assert main(shortened(shlex.split(line)[1:], short)) == 0
 
 
-def test_the_drawing_is_the_one_the_command_gives(capsys):
+def test_the_drawing_is_what_the_command_prints(capsys):
     command = next(
         line for block in blocks("sh") for line in block.splitlines() if "--plot" in line
     )
@@ -82,7 +82,7 @@ def test_the_drawing_is_the_one_the_command_gives(capsys):
     assert "\n".join(drawn) in PAGE
 
 
-def test_the_tables_name_what_there_is():
+def test_the_tables_are_complete():
     for name, kind in PARTITIONS.items():
         row = re.search(rf"^\| `{name}` \| `{kind.__name__}\((.*?)\)` \|", PAGE, re.MULTILINE)
         assert row, name

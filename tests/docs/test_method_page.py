@@ -136,7 +136,7 @@ def test_the_tables_name_fields_and_checks_that_exist():
     assert first_column("Check it") == list(CHECKS)
 
 
-def test_files_the_page_points_to_are_there():
+def test_linked_files_exist():
     for path in re.findall(r"\]\(((?!http|#)[^)#]+)", PAGE):
         assert (ROOT / "docs" / path).exists(), path
     for name in re.findall(r"`(\w+\.py)`", PAGE.split("## Other hooks")[1]):

@@ -148,7 +148,7 @@ def test_make_has_the_targets() -> None:
         assert re.search(rf"^{target}:", rules, re.MULTILINE), target
 
 
-def test_the_tables_name_what_there_is() -> None:
+def test_the_tables_are_complete() -> None:
     named = re.findall(r"^\| `(\w+)` \|.*?\| `(\w+\.py)` \|", README, re.MULTILINE)
     assert [name for name, _ in named] == list(METHODS)
     assert f"fedquilt has {len(METHODS)} methods" in README
@@ -188,7 +188,7 @@ def test_the_extras_are_those_of_the_package() -> None:
     )
 
 
-def test_the_example_with_ones_own_model_runs(
+def test_the_example_with_your_own_model_runs(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     runpy.run_path(str(ROOT / "examples" / "own_model.py"), run_name="__main__")
