@@ -61,7 +61,7 @@ def _filled_table(mark: str, table: str, results: Path) -> str:
 
 
 def row_of(pattern: str, columns: Sequence[str], folder: Path) -> list[str]:
-    """Return the cells of one row in the units of the columns. A row without results is an error."""
+    """Return the cells of a row in the units of the columns. A row without results is an error."""
     glob, _, insert = pattern.partition(" @ ")
     results = [read_stored(path) for path in sorted(folder.glob(glob))]
     if not results:

@@ -7,7 +7,6 @@ sense, a client's test samples have the distribution of its training samples.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,7 +29,7 @@ _NONE = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
-class Partition(ABC):
+class Partition:
     """Base class of all partitions."""
 
     # Fraction of its training samples that each client keeps, at least one sample
@@ -65,10 +64,9 @@ class Partition(ABC):
         parts, test_parts = self._deal(pool, num_clients, seed)
         return parts.thinned(self.fraction, noise.key(seed, 16), self.max_size), test_parts
 
-    @abstractmethod
-    def _deal(
-        self, pool: Pool, num_clients: int | None, seed: int
-    ) -> tuple[Parts, Parts | None]: ...
+    def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
+        """Return the parts before they are reduced. A subclass overrides this or `split`."""
+        raise NotImplementedError
 
     def _number(self, pool: Pool, num_clients: int | None) -> int:
         """Return the number of clients, for partitions that cannot choose it themselves."""

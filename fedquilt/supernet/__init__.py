@@ -1,7 +1,7 @@
 """Supernets: many nets in one set of weights, from which each device gets one that fits it.
 
 `SPACES` has the built-in search spaces by name. A supernet has no named axes; the reasons are in
-docs/architecture.md.
+docs/internals/supernets.md.
 """
 
 from __future__ import annotations

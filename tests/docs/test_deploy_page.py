@@ -64,13 +64,13 @@ def test_commands_run_as_written(
         assert main(shortened(words, short)) == 0, line
         printed = capsys.readouterr().out
         if "--json" in words:
-            told = PAGE.split("`--json` prints")[1].split("\n\n")[0]
+            keys = PAGE.split("`--json` prints")[1].split("\n\n")[0]
             origin = {"round", "checkpoint"}
             expected = set(Exported.__annotations__) | origin
-            assert set(json.loads(printed)) == set(re.findall(r"`(\w+)`", told)) == expected
+            assert set(json.loads(printed)) == set(re.findall(r"`(\w+)`", keys)) == expected
 
 
-def test_the_page_names_what_there_is() -> None:
+def test_the_page_is_complete() -> None:
     table = PAGE.split("### Norms")[1].split("```")[0]
     assert set(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) - {"norms"} == set(
         NORM_POLICIES

@@ -84,7 +84,7 @@ def test_public_images_of_a_file_are_used(own: Path) -> None:
     assert record["bytes_up"] == record["bytes_down"] == 30 * 10 * 4
 
 
-def test_what_the_server_took_is_recorded_as_the_page_says(own: Path) -> None:
+def test_the_cost_of_the_server_is_recorded_as_the_page_says(own: Path) -> None:
     assert main([*quick(COMMANDS[0]), "--out", "run"]) == 0
     record = json.loads(Path("run/rounds.jsonl").read_text().splitlines()[-1])
     listed = re.findall(r"^\| `(server_\w+)` \|", PAGE, re.MULTILINE)
@@ -92,7 +92,7 @@ def test_what_the_server_took_is_recorded_as_the_page_says(own: Path) -> None:
     assert set(listed) <= set(json.loads(Path("run/summary.json").read_text()))
 
 
-def test_the_tables_name_the_settings_there_are() -> None:
+def test_the_tables_name_existing_settings() -> None:
     section = PAGE.split("## Settings")[1].split("\n## ")[0]
     names = re.findall(r"^\| `server_training\.(\w+)` \|", section, re.MULTILINE)
     assert set(names) == {field.name for field in fields(ServerTraining)}

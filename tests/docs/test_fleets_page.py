@@ -1,4 +1,4 @@
-"""docs/fleets.md: its settings are read, its files too, its Python runs, and its table is complete."""
+"""docs/fleets.md: settings and files are read, Python runs, and the table is complete."""
 
 from __future__ import annotations
 

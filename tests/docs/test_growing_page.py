@@ -29,7 +29,7 @@ def test_commands_run_as_written(tmp_path, monkeypatch, capsys):
     assert "stages.3" in capsys.readouterr().out
 
 
-def test_commands_on_a_module_of_ones_own_run_as_written(tmp_path, monkeypatch, capsys):
+def test_commands_on_your_own_module_run_as_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     source = blocks("python")[0].split("pool =")[0]
     Path("mine.py").write_text(f"{source}net = Net\n")

@@ -31,7 +31,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Go to a folder outside the package that holds the page's file of one's own."""
+    """Go to a folder outside of the package that has the page's own file."""
     (source,) = (block for block in blocks("python") if block.startswith("# mine.py"))
     (tmp_path / "mine.py").write_text(source)
     monkeypatch.chdir(tmp_path)

@@ -136,7 +136,7 @@ def test_the_tables_name_fields_and_checks_that_exist():
     assert first_column("Check it") == list(CHECKS)
 
 
-def test_files_the_page_points_to_are_there():
+def test_linked_files_exist():
     for path in re.findall(r"\]\(((?!http|#)[^)#]+)", PAGE):
         assert (ROOT / "docs" / path).exists(), path
     for name in re.findall(r"`(\w+\.py)`", PAGE.split("## Other hooks")[1]):
@@ -297,7 +297,7 @@ def test_fedcm_without_direction_is_the_mean(fedcm, residual, make_data, play):
 
 
 def test_a_client_gets_the_channels_with_the_largest_weights(largest, perceptron):
-    """Channels 1, 4 and 5 of six are large in the input layer, so that half of the model has these."""
+    """Channels 1, 4 and 5 of six are large in the input layer, so that half of them are these."""
     weights = {name: torch.ones_like(value) for name, value in perceptron.init().items()}
     weights["first.weight"][[1, 4, 5]] = 3.0
     server = Server(2, weights)

@@ -113,7 +113,7 @@ def test_decisions_that_depend_on_values_are_refused(mine):
         fq.trace(Undecided, torch.zeros(2, 6, 50))
 
 
-def test_what_it_points_to_is_there():
+def test_linked_pages_exist():
     docs = Path(__file__).parents[2] / "docs"
     for link in re.findall(r"\]\(((?!http)[^)]+)\)", PAGE):
         path, _, anchor = link.partition("#")

@@ -1,5 +1,6 @@
-"""docs/results: tables are what the stored runs in results/ say, or are marked as transcribed, with
-their command.
+"""docs/results: tables have the numbers of the stored runs in results/.
+
+Other tables are marked as transcribed, with their command.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def test_settings_of_stored_runs_can_be_read_again(folder, tmp_path, monkeypatch
 
 
 def test_the_readme_repeats_what_the_pages_have():
-    """Every accuracy of its table stands on the page that the row links to."""
+    """Every accuracy of its table is on the page that the row links to."""
     table = README.split("Reproduced on one H200")[1].split("## ")[0]
     page, count = "", 0
     for row in TABLE.search(table)[0].splitlines()[2:]:

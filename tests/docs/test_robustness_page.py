@@ -68,7 +68,7 @@ def test_commands_run(line: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_table_is_what_the_command_prints(tmp_path: Path) -> None:
-    """And robustness is traded for accuracy in it, at every share."""
+    """More robustness costs accuracy, at every share."""
     words = shlex.split(blocks("sh")[0].splitlines()[0])[1:]
     assert main([*words, "--out", str(tmp_path / "run")]) == 0
     found = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
@@ -77,8 +77,8 @@ def test_the_table_is_what_the_command_prints(tmp_path: Path) -> None:
     )
     assert len(table) == 6
     for metric, *values in table:
-        told = [100 * found[metric][share] for share in ("1.0", "0.5", "0.25")]
-        assert told == pytest.approx(list(map(float, values)), abs=5)
+        shown_values = [100 * found[metric][share] for share in ("1.0", "0.5", "0.25")]
+        assert shown_values == pytest.approx(list(map(float, values)), abs=5)
     for share in ("1.0", "0.5", "0.25"):
         assert found["standard/0.0"][share] > found["standard/1.0"][share]
         assert found["robust/0.0"][share] < found["robust/1.0"][share]

@@ -74,7 +74,7 @@ def test_the_command_line_opens_the_run_of_the_pages_script(tmp_path, monkeypatc
     assert Path("small.safetensors").is_file()
 
 
-def test_the_page_has_the_words_of_the_error(tmp_path, monkeypatch, capsys, perceptron, make_data):
+def test_the_page_shows_the_error_message(tmp_path, monkeypatch, capsys, perceptron, make_data):
     monkeypatch.chdir(tmp_path)
     family = fq.trace(lambda: torch.nn.Linear(4, 3), torch.zeros(2, 4))
     fq.run(
@@ -89,16 +89,16 @@ def test_the_page_has_the_words_of_the_error(tmp_path, monkeypatch, capsys, perc
     lines = [
         line for line in capsys.readouterr().err.splitlines() if not line.startswith("  data:")
     ]
-    told = re.sub(r"\w+\.py, line \d+", "train.py, line 6", " ".join(" ".join(lines).split()))
+    message = re.sub(r"\w+\.py, line \d+", "train.py, line 6", " ".join(" ".join(lines).split()))
     (shown,) = (
         block
         for block in re.findall(r"```\n(ConfigError.*?)```", PAGE, re.DOTALL)
         if "script" in block
     )
-    assert told == " ".join(shown.split())
+    assert message == " ".join(shown.split())
 
 
-def test_the_best_round_is_there_as_the_page_says(tmp_path, perceptron, make_data):
+def test_the_best_round_is_stored_as_the_page_says(tmp_path, perceptron, make_data):
     data, out = make_data(perceptron, (4, 4)).with_validation(0.5), tmp_path / "run"
     run = fq.run(fq.methods.FedAvg(), perceptron, data, fq.Fleet.of((1.0,), 2), rounds=2, out=out)
     names = {"run": run}
@@ -112,7 +112,7 @@ def test_the_best_round_is_there_as_the_page_says(tmp_path, perceptron, make_dat
     }
 
 
-def test_clients_are_asked_for_as_the_page_says(
+def test_clients_are_reported_as_the_page_says(
     tmp_path, monkeypatch, perceptron, make_data, capsys
 ):
     monkeypatch.chdir(tmp_path)
@@ -121,9 +121,9 @@ def test_clients_are_asked_for_as_the_page_says(
     capsys.readouterr()
     (line,) = blocks("sh")[3].splitlines()
     assert main([*shlex.split(line, comments=True)[1:], "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["clients"][0]
+    client = json.loads(capsys.readouterr().out)["clients"][0]
     section = PAGE.split("## By client")[1]
-    assert all(f"`{key}`" in section or f".{key}" in section for key in told.keys() - {"client"})
+    assert all(f"`{key}`" in section or f".{key}" in section for key in client.keys() - {"client"})
     run = fq.run(
         fq.methods.FedAvg(),
         perceptron,
@@ -134,7 +134,7 @@ def test_clients_are_asked_for_as_the_page_says(
     exec(blocks("python")[4], {"run": run})
 
 
-def test_a_target_is_asked_for_as_the_page_says(
+def test_targets_are_reported_as_the_page_says(
     tmp_path, monkeypatch, perceptron, make_data, capsys
 ):
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""docs/segmentation.md: its Python and its commands run, and its table is what the first run finds."""
+"""docs/segmentation.md: Python and commands run, and the table is what the first run finds."""
 
 from __future__ import annotations
 
@@ -124,5 +124,5 @@ def test_the_table_is_what_the_first_run_finds(own: Path) -> None:
     for share in ("1.0", "0.5", "0.25"):
         row = re.search(rf"^\| {float(share):g} \| (.*) \|$", PAGE, re.MULTILINE)
         assert row is not None
-        told = [float(value) for value in row[1].split(" | ")]
-        assert told == pytest.approx([metrics[name][share] for name in names], abs=0.05)
+        shown_values = [float(value) for value in row[1].split(" | ")]
+        assert shown_values == pytest.approx([metrics[name][share] for name in names], abs=0.05)

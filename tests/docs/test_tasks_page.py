@@ -52,8 +52,8 @@ def test_the_first_table_lists_the_tasks_and_their_metrics() -> None:
     }
 
 
-def test_a_task_of_ones_own_is_trained_recorded_and_reopened(own: Path) -> None:
-    """Its options are in config.toml, its metrics in the summary; and more rounds go on from there."""
+def test_your_own_task_is_trained_recorded_and_reopened(own: Path) -> None:
+    """Options are in config.toml, metrics in the summary, and the run can be resumed."""
     quick = ["--rounds", "2", "--clients", "4", "--cohort", "2"]
     asked = ["--data", "diabetes", "--task", "quantile.py:Quantile", "--set", "task.level=0.9"]
     assert main(["run", *asked, *quick, "--out", "run", "--target", "5"]) == 0
@@ -73,7 +73,7 @@ def test_a_task_of_ones_own_is_trained_recorded_and_reopened(own: Path) -> None:
     assert main(["export", "run", "--out", "model.safetensors"]) == 0
 
 
-def test_the_quantile_is_one(own: Path) -> None:
+def test_the_example_predicts_a_quantile(own: Path) -> None:
     """A constant that descends the pinball loss ends where a share of 0.9 of the targets is below
     it.
     """
@@ -100,8 +100,8 @@ def test_the_tables_are_what_the_example_finds() -> None:
                 rf"^\| {metric.name} \| (.*) \|$", PAGE.split(f"| `{name}` |")[1], re.MULTILINE
             )
             assert row is not None
-            told = [float(value) for value in row[1].split(" | ")]
-            assert told == pytest.approx(
+            shown_values = [float(value) for value in row[1].split(" | ")]
+            assert shown_values == pytest.approx(
                 [central[metric.name], *found[metric.name].values()], abs=0.05
             )
 

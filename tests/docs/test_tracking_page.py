@@ -1,4 +1,4 @@
-"""docs/tracking.md: commands run, settings are read, the table names what there is."""
+"""docs/tracking.md: commands run, settings are read, and the table is complete."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_settings_are_read():
 
 
 def test_python_runs(tmp_path, monkeypatch, perceptron, make_data):
-    """As written, but for a shorter run and nobody to log in."""
+    """As written, but with a shorter run and without a login."""
     for package in ("tensorboard", "wandb"):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
@@ -74,7 +74,7 @@ def test_python_runs(tmp_path, monkeypatch, perceptron, make_data):
     }
 
 
-def test_the_table_names_what_there_is():
+def test_the_table_is_complete():
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|.*\| `(\w+)` \| [^|]* \|$", PAGE, re.MULTILINE)
     assert [name for name, _, _ in rows] == list(TRACKERS)
     for name, options, extra in rows:

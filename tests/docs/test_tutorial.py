@@ -1,7 +1,7 @@
-"""docs/tutorial.ipynb, executed cell by cell; what is stored is what it prints, figures left out.
+"""docs/tutorial.ipynb, executed cell by cell: stored outputs are those that it prints.
 
-It has no magics, so a namespace does for a kernel. `pytest tests/docs/test_tutorial.py
---update-golden` stores what is printed.
+It has no magics, so that a namespace can replace a kernel. Figures are not compared. `pytest
+tests/docs/test_tutorial.py --update-golden` stores what is printed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 @pytest.fixture
 def namespace(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What a kernel has to begin with; figures are drawn, and shown to nobody."""
+    """The initial namespace of a kernel. Figures are drawn and not shown."""
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -74,7 +74,7 @@ def test_every_cell_runs_and_prints_what_is_stored(
         assert min(run.accuracy.values()) > 0.8
 
 
-def test_it_is_stored_small_and_points_to_what_is_there() -> None:
+def test_the_notebook_is_small_and_its_links_work() -> None:
     notebook = json.loads(FILE.read_text())
     assert FILE.stat().st_size < 20_000
     assert all(
@@ -83,6 +83,6 @@ def test_it_is_stored_small_and_points_to_what_is_there() -> None:
         for output in c["outputs"]
     )
     assert all(cell["execution_count"] is None for cell in code_cells(notebook))
-    told = "".join(line for cell in notebook["cells"] for line in cell["source"])
-    for path in re.findall(r"\]\(((?!http)[^)]+)\)", told):
+    text = "".join(line for cell in notebook["cells"] for line in cell["source"])
+    for path in re.findall(r"\]\(((?!http)[^)]+)\)", text):
         assert (DOCS / path).exists(), path

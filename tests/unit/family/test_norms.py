@@ -31,7 +31,7 @@ from fedquilt.runs.folder import fingerprint
 from tests.conftest import LOCAL, _residual_net, assert_same, with_local
 
 PERSONAL = ["per_client", "post-own", "per_client-all"]
-PAGE = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "internals" / "norms.md").read_text()
 QUARTER = {"base": 0.25}
 
 
@@ -187,12 +187,8 @@ def test_an_unknown_name_in_a_file_is_told_with_the_nearest():
 
 
 def test_a_policy_in_a_file(residual, play, make_data, tmp_path, monkeypatch):
-    """The one of docs/architecture.md: affine weights are kept, and statistics are measured by each
-    client.
-    """
-    (block,) = re.findall(
-        r"```python\n(.*?)```", PAGE.split("### Norms")[1].split("### ")[0], re.DOTALL
-    )
+    """The one of docs/internals/norms.md: clients keep affine weights, and measure statistics."""
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "mine.py").write_text(block)
     monkeypatch.chdir(tmp_path)
     method = {"name": "heterofl", "local": {"norm": "mine.py:OwnNorms"}}
