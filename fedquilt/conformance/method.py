@@ -34,12 +34,14 @@ from fedquilt.models import PreResNet
 from fedquilt.names import said
 from fedquilt.round import Evaluation, Fleet, Record
 from fedquilt.round.budgets import check_budgets, planned
+from fedquilt.round.deployed import given, ready
 from fedquilt.round.engine import Outcome
-from fedquilt.round.evaluate import given, joined, mixed, ranked, ready
+from fedquilt.round.eval_jobs import joined, mixed
 from fedquilt.round.federation import World
+from fedquilt.round.fold import Fold
 from fedquilt.round.labels import share_label, tested_budgets
 from fedquilt.round.link import Codec, Link
-from fedquilt.round.merge import Fold
+from fedquilt.round.ranking import ranked
 from fedquilt.round.training.learner import Learner
 from fedquilt.runs.experiment import Experiment, Model, Source
 from fedquilt.runs.run import Run, prepare, run

@@ -23,7 +23,10 @@ from fedquilt.family.member import Member
 from fedquilt.family.norms import NormPolicy, norm_policy
 from fedquilt.family.union import alone
 from fedquilt.round.client import own_state
-from fedquilt.round.evaluate import compared_passes, given, measured, owned, ranked, trained_within
+from fedquilt.round.deployed import given, owned, trained_within
+from fedquilt.round.eval_jobs import compared_passes
+from fedquilt.round.norm_statistics import measured
+from fedquilt.round.ranking import ranked
 from fedquilt.terms import Budget, Client, Job, Server, Submodel, Submodels, Weights
 
 if TYPE_CHECKING:

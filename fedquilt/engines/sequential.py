@@ -12,24 +12,14 @@ from fedquilt import noise
 from fedquilt.engines.samples import EvalSamples
 from fedquilt.engines.simulation import Simulation
 from fedquilt.round.budgets import learner_of
-from fedquilt.round.client import (
-    Start,
-    blamed,
-    check_left,
-    check_state,
-    finish,
-    kept_state,
-    memory_of,
-    receive,
-    remember,
-    send,
-    steps_behind,
-    update_of,
-    upload_of,
-)
+from fedquilt.round.client import Start, finish, receive, remember, send, update_of, upload_of
+from fedquilt.round.client_checks import blamed, check_left, check_state
+from fedquilt.round.client_state import kept_state, memory_of, steps_behind
 from fedquilt.round.engine import Outcome
-from fedquilt.round.evaluate import EvalSpec, Score, mean_statistics
-from fedquilt.round.merge import Fold
+from fedquilt.round.eval_jobs import EvalSpec
+from fedquilt.round.fold import Fold
+from fedquilt.round.norm_statistics import mean_statistics
+from fedquilt.round.scores import Score
 from fedquilt.round.training.augmentation import augmented
 from fedquilt.round.training.batches import batched
 from fedquilt.round.training.learner import Learner

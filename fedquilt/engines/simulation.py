@@ -33,24 +33,28 @@ from fedquilt.family.net import Pass
 from fedquilt.hardware.precision import DTYPES, Precision, computing, unfit
 from fedquilt.names import said
 from fedquilt.round.budgets import check_budgets, learner_of
-from fedquilt.round.client import check_sent, first_names, memory_of, receive, untrained_upload
+from fedquilt.round.client import first_names, receive, untrained_upload
+from fedquilt.round.client_checks import check_sent
+from fedquilt.round.client_state import memory_of
 from fedquilt.round.engine import Engine, Outcome, Spent
-from fedquilt.round.evaluate import EvalJob, EvalSpec, SampleSet, Score, both_statistics
+from fedquilt.round.eval_jobs import EvalJob, EvalSpec, SampleSet
 from fedquilt.round.federation import Federation, World
+from fedquilt.round.norm_statistics import both_statistics
+from fedquilt.round.scores import Score
 from fedquilt.round.training.attacks import PGD
 from fedquilt.round.training.batches import batched, itinerary
 from fedquilt.round.training.learner import Learner
-from fedquilt.round.training.objectives import View
 from fedquilt.round.training.passes import ClientPass, GradientPass
 from fedquilt.round.training.public import PublicRows, drawn_positions, public_rows
 from fedquilt.round.training.server import MIN_PUBLIC
 from fedquilt.round.training.step import train_pass
+from fedquilt.round.training.view import View
 from fedquilt.terms import Extras, Job, Payload, Server, Submodel, Weights
 
 if TYPE_CHECKING:
     from fedquilt.family import Family
     from fedquilt.family.member import Member
-    from fedquilt.round.merge import Fold
+    from fedquilt.round.fold import Fold
     from fedquilt.round.method import Method
 
 _log = logging.getLogger(__name__)

@@ -11,12 +11,13 @@ from fedquilt.checks import within
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.methods.prototypes import Prototypes
 from fedquilt.round.federation import World
-from fedquilt.round.merge import ExtrasMean, Fold, Merged, Stateful, Weighting
+from fedquilt.round.fold import Fold, Merged, Weighting
+from fedquilt.round.merge import ExtrasMean, Stateful
 from fedquilt.round.students import teaching
 from fedquilt.round.teachers import OUTPUTS
+from fedquilt.round.training.distillation import SoftLabels
 from fedquilt.round.training.filters import All, Nothing
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.objectives import SoftLabels
 from fedquilt.round.training.passes import LogitsPass
 from fedquilt.round.training.public import ROUND, drawn_positions, num_drawn
 from fedquilt.round.training.server import TrainServer

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from fedquilt.methods.prototypes import Prototypes
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Fold, Weighting
+from fedquilt.round.fold import Fold, Weighting
 from fedquilt.round.method import Presets
 from fedquilt.round.students import teaching
 from fedquilt.round.teachers import OUTPUTS, Teachers
-from fedquilt.round.training.objectives import Imitation
+from fedquilt.round.training.distillation import Imitation
 from fedquilt.round.training.server import ServerTraining, TrainServer
 from fedquilt.terms import Extras, Server
 

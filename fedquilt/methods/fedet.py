@@ -19,11 +19,12 @@ from fedquilt.family.family import Family
 from fedquilt.methods.dsfl import needs_classes
 from fedquilt.methods.prototypes import Prototypes, architectures, drawn, largest
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Fold
+from fedquilt.round.fold import Fold
 from fedquilt.round.students import teaching
 from fedquilt.round.teachers import EACH, Teachers
-from fedquilt.round.training.objectives import FromTeacher, View
+from fedquilt.round.training.distillation import FromTeacher
 from fedquilt.round.training.server import TrainServer
+from fedquilt.round.training.view import View
 from fedquilt.tasks import Task
 from fedquilt.terms import Budget, Extras, Server, Submodel, Submodels
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from fedquilt.checks import within
 from fedquilt.methods.fedavg import FedAvg
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Fold, Mean
+from fedquilt.round.fold import Fold
+from fedquilt.round.merge import Mean
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import Proximal
 from fedquilt.terms import Job, Server

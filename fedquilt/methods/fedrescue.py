@@ -12,8 +12,9 @@ from fedquilt.checks import one_of, within
 from fedquilt.methods.nested import GRIDS, Nested, SampledWidths, Slimming
 from fedquilt.round.federation import World
 from fedquilt.round.method import Presets
+from fedquilt.round.training.distillation import Distilled
 from fedquilt.round.training.learner import Freeze, Learner, Phase
-from fedquilt.round.training.objectives import Distilled, Summed
+from fedquilt.round.training.objectives import Summed
 from fedquilt.round.training.regions import Between, Everywhere
 from fedquilt.terms import Job
 

@@ -13,7 +13,7 @@ from fedquilt.family.cut import windows
 from fedquilt.family.family import Rounding
 from fedquilt.methods.partial import PARTIAL, TABLE_8, TABLE_12, TABLES_10_AND_11, released_settings
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Weighting
+from fedquilt.round.fold import Weighting
 from fedquilt.round.method import Method, Presets
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.terms import Arch, Budget, Client, Job, Server, Submodel, Submodels

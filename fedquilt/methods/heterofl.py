@@ -11,7 +11,7 @@ from fedquilt.methods.nested import WITHOUT_RATIOS
 from fedquilt.methods.partial import PARTIAL, TABLE_8, TABLES_10_AND_11
 from fedquilt.methods.splitmix_settings import compared_presets
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Weighting
+from fedquilt.round.fold import Weighting
 from fedquilt.round.method import Method, Presets
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.optimizers import SGD

@@ -15,11 +15,12 @@ from fedquilt.checks import within
 from fedquilt.family.cut import prefix
 from fedquilt.family.member import Member
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Weighting
+from fedquilt.round.fold import Weighting
 from fedquilt.round.method import Method, Presets
+from fedquilt.round.training.distillation import Distilled
 from fedquilt.round.training.learner import Learner, Phase, nets_of
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import Distilled, Summed
+from fedquilt.round.training.objectives import Summed
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.terms import Client, Job, Server, Submodel
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -20,16 +19,19 @@ from fedquilt.family.member import Member
 from fedquilt.family.variants import joined, members_of
 from fedquilt.methods.alignment import Alignment, align
 from fedquilt.methods.fedavg import FedAvg
+from fedquilt.methods.progfed_stages import Moment, num_stages, stage_lengths, stage_name
 from fedquilt.round.engine import Gradients
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Fold, Plain, ServerAdam, ServerMomentum, ServerYogi, Weighting
+from fedquilt.round.fold import Fold, Weighting
 from fedquilt.round.method import Method, Presets
+from fedquilt.round.server_optimizers import Plain, ServerAdam, ServerMomentum, ServerYogi
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import Passes, View, Wrapping
+from fedquilt.round.training.objectives import Passes, Wrapping
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.schedules import Cosine
 from fedquilt.round.training.server import TrainServer
+from fedquilt.round.training.view import View
 from fedquilt.tasks import Task
 from fedquilt.terms import (
     WHOLE,
@@ -47,14 +49,6 @@ from fedquilt.terms import (
 Strategy = Literal["progressive", "end_to_end", "layerwise", "partial", "mixed", "random"]
 _SITE = 48  # Stream of random numbers for the stages that the strategy `random` draws.
 _PROGRESSIVE = "theorem 1 is on the strategy 'progressive', with which alignment would work."
-
-
-class Moment(NamedTuple):
-    """Position of a round in the growth of the model."""
-
-    stage: int  # Number of the stage, from 1. The paper's s.
-    warm: bool  # True in a warm-up round, in which only the new block and its head are trained.
-    round: int  # Round that is passed to the learning-rate schedule.
 
 
 @dataclass(frozen=True)
@@ -183,7 +177,9 @@ class ProgFed(Method):
         Raises:
             ConfigError: No round is left for the whole model, or a warm-up is as long as its stage.
         """
-        return _lengths(self, num_stages)
+        return stage_lengths(
+            num_stages, self.rounds, self.stage_rounds, self.warm_rounds, self.extra_warmup
+        )
 
     def moment(self, round: int, num_stages: int) -> Moment:
         """Return the position of a round in the growth of the model.
@@ -230,7 +226,7 @@ class ProgFed(Method):
             case "partial":
                 return WHOLE, () if stage == last else (*blocks, f"head{last}")
             case "mixed":  # "combines Partial and Ours"
-                joint_variant = joined(WHOLE, _name(stage, last))
+                joint_variant = joined(WHOLE, stage_name(stage, last))
                 return joint_variant, () if stage == last else (
                     *blocks,
                     f"head{stage}",
@@ -241,8 +237,8 @@ class ProgFed(Method):
             # (Table 5: 0.88). Drawing in all rounds would cost 0.7.
             case "random" if stage < last:
                 drawn_stage = 1 + int(noise.choose(noise.key(_SITE, world.seed, round), 1, last)[0])
-                return _name(drawn_stage, last), ()
-        return _name(stage, last), (blocks[-1], f"head{stage}") if moment.warm else ()
+                return stage_name(drawn_stage, last), ()
+        return stage_name(stage, last), (blocks[-1], f"head{stage}") if moment.warm else ()
 
     def _at(self, round: int, world: World) -> World:
         """Return the world that the inner method gets in a round. Its family is the stage's."""
@@ -448,7 +444,7 @@ class ProgFed(Method):
         _check_whole(server, world)
         last = num_stages(world.family)
         stage = self.moment(max(0, server.round - 1), last).stage
-        variants = (_name(stage, last), WHOLE)
+        variants = (stage_name(stage, last), WHOLE)
         nets = [prefix(world.family.at(variant).whole) for variant in dict.fromkeys(variants)]
         net_gradients = gradients(nets, samples)
         return align(stage, net_gradients[0], net_gradients[-1])
@@ -492,11 +488,6 @@ class OfVariants(Wrapping):
         return torch.stack(losses).sum()
 
 
-def num_stages(family: Family) -> int:
-    """Return the number of stages of a family including the whole model, the paper's S."""
-    return 1 + sum(variant.startswith("stage") for variant in family.variants)
-
-
 def _check_whole(server: Server, world: World) -> None:
     """Refuse a server state that has several nets instead of one whole model."""
     whole_net = world.family.member(world.family.at(WHOLE).whole)
@@ -507,66 +498,3 @@ def _check_whole(server: Server, world: World) -> None:
             f"no {missing[0]!r}. "
             "A method with one model at the server would work, such as FedAvg or HeteroFL."
         )
-
-
-def _name(stage: int, last: int) -> str:
-    """Return the name of a stage's variant. The last stage is the whole model."""
-    return WHOLE if stage == last else f"stage{stage}"
-
-
-@lru_cache(maxsize=256)
-def _lengths(method: ProgFed, num_stages: int) -> tuple[int, ...]:
-    if num_stages == 1:
-        return (method.rounds,)
-    if not method.rounds:
-        raise ConfigError(
-            "ProgFed was prepared without a number of rounds, on which the length of its stages "
-            "depends. "
-            "method.settled(rounds) gives it; fq.run and the command line do that."
-        )
-    warmup = method.warm_rounds
-    added = warmup * (num_stages - 1) if method.extra_warmup else 0
-    total = method.rounds - added
-    stage_rounds = method.stage_rounds
-    if isinstance(stage_rounds, tuple) and len(stage_rounds) not in (num_stages - 1, num_stages):
-        raise ConfigError(
-            f"ProgFed was asked for with stage_rounds = {list(stage_rounds)}, rounds of "
-            f"{len(stage_rounds)} stages; the model has "
-            f"{num_stages}. A number for each would work, or for each but the last, which takes "
-            "the rest."
-        )
-    each = stage_rounds or max(1, total // (2 * num_stages))
-    growing = each[: num_stages - 1] if isinstance(each, tuple) else (each,) * (num_stages - 1)
-    last_rounds = total - sum(growing)
-    if (
-        isinstance(stage_rounds, tuple)
-        and len(stage_rounds) == num_stages
-        and stage_rounds[-1] != last_rounds
-    ):
-        raise ConfigError(
-            f"ProgFed was asked for with stage_rounds = {list(stage_rounds)}, which are "
-            f"{sum(stage_rounds)} rounds; the run has "
-            f"{total}. Rounds of all stages but the last would work, which takes the rest."
-        )
-    lengths = (*growing, last_rounds)
-    if min(lengths) < 1:
-        raise ConfigError(
-            f"ProgFed was asked for with {method.rounds} rounds, of which {sum(growing) + added} "
-            "are for the first "
-            f"{num_stages - 1} of {num_stages} stages{' and warm-up' if added else ''}; at least "
-            "one is needed for "
-            "each stage and for the whole model. More rounds, smaller stage_rounds or fewer stages"
-            f"{' or a shorter warmup' if added else ''} would work."
-        )
-    if method.extra_warmup:
-        return (lengths[0], *(length + warmup for length in lengths[1:]))
-    shortest = min(lengths[1:])
-    if shortest <= warmup:
-        raise ConfigError(
-            f"ProgFed was asked for with warmup = {warmup}, and a stage has {shortest} rounds; in "
-            "a warm-up only the "
-            f"new block moves, so that it has to end before its stage. Up to {shortest - 1} would "
-            "work, or "
-            "extra_warmup, which adds rounds to the stages."
-        )
-    return lengths

@@ -5,33 +5,43 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, ClassVar, Literal, Self
 
-import torch
 from torch import Tensor
 
 from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family.cost import TrainingStep
 from fedquilt.family.cut import prefix
-from fedquilt.family.family import Family, Rounding, trace
+from fedquilt.family.family import Family, Rounding
 from fedquilt.family.member import Member
 from fedquilt.family.union import union
 from fedquilt.family.variants import joined, members_of
+from fedquilt.methods.rafl_nets import (
+    cut_out,
+    knowledge_net,
+    macs_of,
+    needs_divergences,
+    private_name,
+    private_net,
+    private_nets,
+    warn_of_fixed_weights,
+)
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Fold, Weighting
+from fedquilt.round.fold import Fold, Weighting
 from fedquilt.round.method import Method, Presets
 from fedquilt.round.students import teaching
 from fedquilt.round.teachers import OUTPUTS, Combined, Teachers
+from fedquilt.round.training.distillation import FromTeacher, Imitation
 from fedquilt.round.training.filters import All, Nothing, VariantWeights
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.mutual import Distance, Mutual
-from fedquilt.round.training.objectives import FromTeacher, Imitation, Objective, View
+from fedquilt.round.training.objectives import Objective
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.regions import WithinVariant
 from fedquilt.round.training.server import ServerTraining, TrainServer
+from fedquilt.round.training.view import View
 from fedquilt.tasks import Task
 from fedquilt.terms import (
     WHOLE,
@@ -245,7 +255,7 @@ class RaFL(Method):
         """Return the state before the first round, which has only the knowledge net."""
         server = super().init(world)
         if not self.transfer:
-            _warn_of_brought(world)
+            warn_of_fixed_weights(world)
         knowledge_names = set(world.family.member(knowledge_net(world.family)).names)
         return replace(
             server,
@@ -332,7 +342,7 @@ class RaFL(Method):
         """
         if budget == Budget(share=1.0):
             return "1.0"
-        return str(float(_macs(world.family, self.private_for(budget, world))))
+        return str(float(macs_of(world.family, self.private_for(budget, world))))
 
     def account(self, counts: Mapping[Budget, int], world: World) -> dict[str, Any]:
         """Return the utilisation of limits, the cost of pairs, and the devices over their limit.
@@ -365,7 +375,7 @@ class RaFL(Method):
             return figures
         limits = sum((budget.macs or 0.0) * count for budget, count in limited.items())
         used = sum(
-            _macs(family, self.private_for(budget, world)) * count
+            macs_of(family, self.private_for(budget, world)) * count
             for budget, count in limited.items()
         )
         figures["utilisation"] = used / limits
@@ -374,7 +384,7 @@ class RaFL(Method):
             None,
         )
         if common is not None:
-            figures["common_utilisation"] = _macs(family, common) * sum(limited.values()) / limits
+            figures["common_utilisation"] = macs_of(family, common) * sum(limited.values()) / limits
         return figures
 
     def _fits_all(
@@ -455,7 +465,7 @@ class RaFL(Method):
         """
         if memory is None:
             return
-        stored, planned = _private(memory.submodel), _private(job.submodel)
+        stored, planned = private_name(memory.submodel), private_name(job.submodel)
         trainable_names = world.family.member(world.family.at(planned).whole).trainable
         if stored != planned and not any(name in memory.weights for name in trainable_names):
             _log.warning(
@@ -471,7 +481,7 @@ class RaFL(Method):
 
     def kept_nets(self, memory: ClientState, world: World) -> Mapping[str, Submodel]:
         """Return the private net of a client, and its last knowledge net if it keeps that too."""
-        nets = {"private": private_net(world.family, _private(memory.submodel))}
+        nets = {"private": private_net(world.family, private_name(memory.submodel))}
         knowledge = prefix(knowledge_net(world.family))
         if all(name in memory.weights for name in world.family.member(knowledge).trainable):
             nets["client_knowledge"] = knowledge
@@ -488,7 +498,7 @@ class RaFL(Method):
             world: World with a union.
         """
         memory = server.memory.get((client.id, ""))
-        name = _private(memory.submodel) if memory else self.private_for(client.budget, world)
+        name = private_name(memory.submodel) if memory else self.private_for(client.budget, world)
         return (private_net(world.family, name),)
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
@@ -501,7 +511,7 @@ class RaFL(Method):
         Tests use them to try the method on any family.
         """
         nets = {
-            name: _cut_out(family, share)
+            name: cut_out(family, share)
             for name, share in (("knowledge", 0.25), ("small", 0.25), ("big", 0.5))
         }
         nets_union = union(nets)
@@ -509,72 +519,3 @@ class RaFL(Method):
             nets_union.member(nets_union.at(joined(WHOLE, name)).whole) for name in ("big", "small")
         ]
         return nets_union, (Budget(share=1.0), *(Budget(macs=float(pair.macs)) for pair in pairs))
-
-
-def knowledge_net(family: Family) -> Arch:
-    """Return the knowledge net of a union, which is its first net."""
-    return family.at(WHOLE).whole
-
-
-def private_net(family: Family, name: str) -> Submodel:
-    """Return a private net of a union by its name."""
-    return prefix(family.at(name).whole)
-
-
-@lru_cache(maxsize=16)
-def private_nets(family: Family) -> tuple[str, ...]:
-    """Return the names of a union's private nets, in descending order of multiply-adds."""
-    names = [variant for variant in family.variants if variant != WHOLE]
-    return tuple(sorted(names, key=lambda name: -_macs(family, name)))
-
-
-def needs_divergences(task: Task) -> None:
-    """Refuse a task that does not define the distance between outputs and a teacher's."""
-    if type(task).divergences is Task.divergences:
-        nothing = torch.zeros(1, 1)
-        task.divergences(nothing, nothing, nothing)  # Raises an error that says what is missing.
-
-
-def _warn_of_brought(world: World) -> None:
-    """Warn if a private net has the same weights for every seed.
-
-    Devices could not draw such weights from the seed, so that they would have to download them.
-    """
-    family = world.family
-    weights, reseeded_weights = (family.init(seed) for seed in (world.seed, world.seed + 1))
-    for name in private_nets(family):
-        matrix_names = [
-            key for key in family.member(family.at(name).whole).trainable if weights[key].dim() > 1
-        ]
-        if matrix_names and all(
-            torch.equal(weights[key], reseeded_weights[key]) for key in matrix_names
-        ):
-            _log.warning(
-                "the private net %r has the same weights for every seed, so that devices cannot "
-                "draw them. "
-                "transfer = True charges a device for downloading them; a union of functions that "
-                "make the nets draws "
-                "new ones.",
-                name,
-            )
-            return
-
-
-def _macs(family: Family, name: str) -> int:
-    return family.member(family.at(name).whole).macs
-
-
-def _private(submodel: Submodel) -> str:
-    """Return the name of the private net of a pair, or of a private net by itself."""
-    return members_of(submodel.arch.variant)[-1]
-
-
-def _cut_out(family: Family, share: float) -> Family:
-    """Return the family of a net that has a share of another family's channels.
-
-    Its initial weights depend on the seed, as those of the other family do.
-    """
-    arch = family.fit(Budget(share=share))
-    return trace(
-        lambda: family.module(arch, family.init(torch.initial_seed())), family.example_inputs
-    )

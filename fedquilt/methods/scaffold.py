@@ -11,14 +11,17 @@ from torch import Tensor
 from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import ConfigError
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Fold, Mean, Plain, ServerStep, Stateful, Sum, Weighting, as_weights
+from fedquilt.round.fold import Fold, Weighting
+from fedquilt.round.merge import Mean, Stateful, Sum, as_weights
 from fedquilt.round.method import Method
+from fedquilt.round.server_optimizers import Plain, ServerStep
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import View, Wrapping
+from fedquilt.round.training.objectives import Wrapping
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.passes import GradientPass
 from fedquilt.round.training.state import Left, MethodState, Trained
+from fedquilt.round.training.view import View
 from fedquilt.terms import Job, Server
 
 Option = Literal["I", "II"]

@@ -9,7 +9,7 @@ from fedquilt.checks import within
 from fedquilt.family.cut import prefix
 from fedquilt.methods.splitmix_settings import compared_presets
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Weighting
+from fedquilt.round.fold import Weighting
 from fedquilt.round.method import Method, Presets
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining

@@ -20,7 +20,7 @@ from fedquilt.family.norms import Tracked
 from fedquilt.methods.initial import own_range
 from fedquilt.methods.splitmix_settings import CIFAR10, DIGITS, SPLITMIX_SGD, compared_presets
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Weighting
+from fedquilt.round.fold import Weighting
 from fedquilt.round.method import Method, Presets
 from fedquilt.round.training.attacks import PGD, AdversarialTraining
 from fedquilt.round.training.learner import Learner

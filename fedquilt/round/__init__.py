@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 from fedquilt.errors import DivergenceError
 from fedquilt.fleets.fleet import Fleet
 from fedquilt.round.budgets import planned
-from fedquilt.round.client import are_finite, memory_of
+from fedquilt.round.client_checks import are_finite
+from fedquilt.round.client_state import memory_of
 from fedquilt.round.deadline import round_seconds, train_until_deadline
-from fedquilt.round.evaluate import Evaluation, Grades, grade
+from fedquilt.round.evaluate import Evaluation, grade
+from fedquilt.round.fold import Merged, merged_of
 from fedquilt.round.learning import learn
-from fedquilt.round.merge import Merged, merged_of
+from fedquilt.round.scores import Grades
 from fedquilt.storage.files import settled
 from fedquilt.terms import ClientState, Job, Server
 

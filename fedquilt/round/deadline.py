@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fedquilt.round.engine import Outcome, Spent
-from fedquilt.round.merge import fold_of
+from fedquilt.round.fold import fold_of
 
 if TYPE_CHECKING:
     from fedquilt.round.engine import Engine
     from fedquilt.round.federation import Federation
-    from fedquilt.round.merge import Fold
+    from fedquilt.round.fold import Fold
     from fedquilt.terms import Job, Server
 
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from fedquilt.terms import ClientState, Job, Server, Submodel, Weights
 
 if TYPE_CHECKING:
-    from fedquilt.round.evaluate import EvalJob, Score
+    from fedquilt.round.eval_jobs import EvalJob
     from fedquilt.round.federation import Federation, World
-    from fedquilt.round.merge import Fold
+    from fedquilt.round.fold import Fold
+    from fedquilt.round.scores import Score
 
 
 # Takes nets and a number of samples, and returns each net's gradient of the mean loss over that

@@ -16,10 +16,11 @@ from fedquilt import noise
 from fedquilt.errors import DivergenceError
 from fedquilt.family.net import Pass
 from fedquilt.hardware.precision import computing
-from fedquilt.round.client import are_finite
-from fedquilt.round.evaluate import scored
+from fedquilt.round.client_checks import are_finite
+from fedquilt.round.fold import Merged
 from fedquilt.round.link import PERFECT
-from fedquilt.round.merge import Mean, Merged
+from fedquilt.round.merge import Mean
+from fedquilt.round.ranking import scored
 from fedquilt.round.teachers import output_batch
 from fedquilt.round.training.batches import batched
 from fedquilt.round.training.passes import LossPass

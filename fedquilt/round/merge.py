@@ -9,277 +9,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from fedquilt.axes import Index
-from fedquilt.checks import within
 from fedquilt.errors import ConfigError
 from fedquilt.family.cut import Cutter, Tally
 from fedquilt.hardware.device import to_device_async
+from fedquilt.round.fold import (
+    Fold,
+    Merged,
+    Weighting,
+    client_weight,
+)
+from fedquilt.round.server_optimizers import (
+    Plain,
+    ServerOptimizer,
+)
 from fedquilt.tensors import Flat
-from fedquilt.terms import Extras, Payload, Server, Slots, Submodel, Update, Weights
+from fedquilt.terms import Extras, Payload, Server, Submodel, Update, Weights
 
 if TYPE_CHECKING:
-    from fedquilt.round.federation import World
-    from fedquilt.round.method import Method
-
-Weighting = Literal["uniform", "data", "model", "updates", "both"]
-
-
-def client_weight(update: Update, weighting: Weighting, cutter: Cutter) -> float:
-    """Return a client's weight in the mean, p_m of FedRolex (equation 10, appendices A.2 and A.3).
-
-    Args:
-        update: Update of the client.
-        weighting: `uniform` gives 1. `data` gives the number of samples, `model` the number of
-            kernels of its net, `updates` its optimizer steps in all rounds so far, and `both` the
-            product of the last two.
-        cutter: It counts kernels.
-    """
-    kernels = cutter.kernels(update.job.submodel.arch) if weighting in ("model", "both") else 1
-    match weighting:
-        case "uniform":
-            weight = 1
-        case "data":
-            weight = update.job.client.size
-        case "model":
-            weight = kernels
-        case "updates":
-            weight = update.steps
-        case "both":
-            weight = kernels * update.steps
-    return float(update.times * weight)
+    pass
 
 
 # --- server optimizers: an option of the mean ---------------------------------------------------
 
 
-class ServerOptimiser(Protocol):
-    """Contract of a server optimizer, which turns the mean change of clients into a step."""
-
-    @property
-    def slots(self) -> tuple[str, ...]: ...
-
-    def step(
-        self, change: Tensor, slots: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]: ...
-
-
-@dataclass(frozen=True)
-class Plain:
-    """No server optimizer: the server takes the mean of the clients' weights."""
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ()
-
-    def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        return change, {}
-
-
-@dataclass(frozen=True)
-class ServerMomentum:
-    """FedAvgM (Hsu et al. 2019). A learning rate of 1 and momentum 0 give the plain mean."""
-
-    lr: float = 1.0  # Learning rate of the server
-    momentum: float = 0.9  # Fraction of the last step that is added to the next one
-
-    def __post_init__(self) -> None:
-        within(self, lr="(0, inf)", momentum="[0, 1)")
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("momentum",)
-
-    def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        velocity = self.momentum * slots["momentum"] + change
-        return self.lr * velocity, {"momentum": velocity}
-
-
-@dataclass(frozen=True)
-class ServerAdam:
-    """FedAdam (Reddi et al. 2021, algorithm 2), without bias correction as published.
-
-        m ← β1 m + (1 − β1) Δ
-        v ← β2 v + (1 − β2) Δ²
-        x ← x + η m / (√v + τ)
-
-    Δ is the change from the server's weights to the mean. The paper starts v at τ² or more. Here m
-    and v start at 0.
-    """
-
-    lr: float = 0.01  # Learning rate η of the server
-    beta1: float = 0.9  # Share of the mean change that is kept
-    beta2: float = 0.99  # Share of the mean square that is kept
-    # Constant added to the root of the mean square. Larger values make steps less adaptive
-    tau: float = 1e-3
-
-    def __post_init__(self) -> None:
-        within(self, lr="(0, inf)", beta1="[0, 1)", beta2="[0, 1)", tau="(0, inf)")
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("mean", "square")
-
-    def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        mean = self.beta1 * slots["mean"] + (1 - self.beta1) * change
-        square = self.mean_square(slots["square"], change.square())
-        return self.lr * mean / (square.sqrt() + self.tau), {"mean": mean, "square": square}
-
-    def mean_square(self, square: Tensor, squared: Tensor) -> Tensor:
-        """Return the new mean square v.
-
-        Args:
-            square: Mean square of the round before.
-            squared: Δ² of this round, of the same shape.
-        """
-        return self.beta2 * square + (1 - self.beta2) * squared
-
-
-@dataclass(frozen=True)
-class ServerYogi(ServerAdam):
-    """FedYogi (Reddi et al. 2021, algorithm 2), which is `ServerAdam` with another mean square.
-
-        v ← v − (1 − β2) Δ² sign(v − Δ²)
-
-    The mean square v decreases by at most (1 − β2) Δ² in a step, so that it falls more slowly than
-    in `ServerAdam`.
-    """
-
-    beta2: float = 0.99  # One minus the rate at which the mean square changes
-
-    def mean_square(self, square: Tensor, squared: Tensor) -> Tensor:
-        return square - (1 - self.beta2) * squared * torch.sign(square - squared)
-
-
-@dataclass(frozen=True)
-class ServerStep:
-    """A step towards the mean, scaled by the learning rate. A rate of 1 gives the plain mean."""
-
-    lr: float = 1.0  # Learning rate of the server
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ()
-
-    def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.lr * change, {}
-
-
 # --- folds --------------------------------------------------------------------------------------
-
-
-class Fold(Protocol):
-    """Contract of a fold: a running merge of updates."""
-
-    def add(self, update: Update) -> None:
-        """Add one update."""
-
-    def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
-        """Add many updates that sent the same positions.
-
-        Args:
-            updates: Updates of the clients.
-            stacked: One dictionary of weights per payload, with the clients in dimension 0.
-        """
-
-    def join(self, other: Self) -> None:
-        """Add the partial result of another worker."""
-
-    def finish(self, server: Server) -> Merged:
-        """Return the new weights, slots and extras of the server."""
-
-
-class Merged(NamedTuple):
-    """The server's tensors after a round."""
-
-    weights: Weights
-    slots: Slots = MappingProxyType({})  # By slot, scope and name.
-    extras: Extras = MappingProxyType({})
-    # Outputs of teachers on public samples. They are not part of the server's state.
-    outputs: Extras = MappingProxyType({})
-    macs: int = 0  # Multiply-adds that the server spent on these outputs.
-
-
-_STEPS = ("add", "add_stack", "join", "finish")  # methods of a fold
-
-
-def fold_of(method: Method, server: Server, world: World) -> Fold:
-    """Return a method's fold, after a check that it has the methods that engines call.
-
-    Args:
-        method: Its `fold` is called.
-        server: State at the start of the round.
-        world: What the method may look at.
-
-    Raises:
-        ConfigError: Names the method, and what its fold lacks.
-    """
-    fold = method.fold(server, world)
-    missing = [step for step in _STEPS if not callable(getattr(fold, step, None))]
-    if missing:
-        result = (
-            "nothing" if fold is None else f"a {type(fold).__name__} without {', '.join(missing)}"
-        )
-        raise ConfigError(
-            f"{type(method).__name__}.fold returned {result} in round {server.round + 1}; a fold "
-            "has "
-            f"{', '.join(_STEPS)}. A subclass of fedquilt.methods.api.Mean inherits those that it "
-            "does not override."
-        )
-    return fold
-
-
-def merged_of(method: Method, fold: Fold, server: Server) -> Merged:
-    """Return the result of a fold, after a check that it has all weights of the server.
-
-    Args:
-        method: Method of the run, for messages.
-        fold: Fold of all updates of the round.
-        server: State at the start of the round.
-
-    Raises:
-        ConfigError: Names the method, and the weight that is missing, too many, or of another shape
-            or type.
-    """
-    result = fold.finish(server)
-    is_pair = isinstance(result, tuple) and 1 <= len(result) <= len(Merged._fields)
-    merged = Merged(*result) if is_pair else None
-    problem = (
-        _wrong_weights(merged.weights, server.weights) if merged else f"a {type(result).__name__}"
-    )
-    if merged is None or problem:
-        raise ConfigError(
-            f"the fold of {type(method).__name__} returned {problem} in round {server.round + 1}; "
-            "finish must return "
-            "Merged(weights, slots, extras) with all weights of the server, also those that nobody "
-            "sent."
-        )
-    return merged
-
-
-def _wrong_weights(found: object, server: Weights) -> str:
-    """Describe what is wrong with merged weights. The text is empty if they match the server's."""
-    if not isinstance(found, Mapping):
-        return f"a {type(found).__name__} in place of weights"
-    for name in {**server, **found}:
-        if name not in found:
-            return f"weights without {name!r}"
-        if name not in server:
-            return f"the weight {name!r}, which the server does not have,"
-        value, expected = found[name], server[name]
-        if not isinstance(value, Tensor):
-            return f"a {type(value).__name__} as {name!r}"
-        if (value.shape, value.dtype) != (expected.shape, expected.dtype):
-            return (
-                f"{name!r} as {value.dtype} {list(value.shape)} in place of {expected.dtype} "
-                f"{list(expected.shape)}"
-            )
-    return ""
 
 
 MAX_SHARED_SIZE = 1 << 16  # Entries of a weight. On a CPU, larger weights are merged one by one.
@@ -312,7 +71,7 @@ class Mean:
 
     cutter: Cutter
     weighting: Weighting = "uniform"  # What a client's weight depends on.
-    optimizer: ServerOptimiser = Plain()  # Optimizer that steps towards the mean.
+    optimizer: ServerOptimizer = Plain()  # Optimizer that steps towards the mean.
     paced: bool = False  # True: changes are divided by effective step counts.
     # Names of norm statistics. They are measured and not trained, so that neither `paced` nor
     # `optimizer` applies to them.

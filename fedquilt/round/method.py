@@ -21,16 +21,10 @@ from fedquilt.family.family import Family, Rounding
 from fedquilt.round.budgets import learner_of
 from fedquilt.round.engine import Gradients
 from fedquilt.round.federation import World
+from fedquilt.round.fold import Fold, Weighting
 from fedquilt.round.labels import bounds_label, share_key, share_label, short_share
-from fedquilt.round.merge import (
-    Fold,
-    Mean,
-    Plain,
-    ServerAdam,
-    ServerMomentum,
-    ServerYogi,
-    Weighting,
-)
+from fedquilt.round.merge import Mean
+from fedquilt.round.server_optimizers import Plain, ServerAdam, ServerMomentum, ServerYogi
 from fedquilt.round.training.attacks import PGD
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining

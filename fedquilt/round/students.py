@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fedquilt.round.federation import World
 from fedquilt.round.method import Method
+from fedquilt.round.training.distillation import Imitation
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import Imitation, Objective
+from fedquilt.round.training.objectives import Objective
 from fedquilt.round.training.public import POSITIONS
 from fedquilt.round.training.server import TEACHER, ServerTraining, Teaching
 from fedquilt.round.training.state import MethodState

@@ -13,7 +13,7 @@ from fedquilt.family.member import Member
 from fedquilt.family.net import Pass
 from fedquilt.hardware.precision import computing
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Fold, Merged
+from fedquilt.round.fold import Fold, Merged
 from fedquilt.round.training.batches import batched
 from fedquilt.terms import Server, Update, Weights
 

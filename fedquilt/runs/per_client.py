@@ -18,18 +18,13 @@ from fedquilt.engines.simulation import classes_held
 from fedquilt.errors import ConfigError
 from fedquilt.family.cut import inside
 from fedquilt.names import known
-from fedquilt.round.evaluate import (
-    EvalJob,
-    Score,
-    given,
-    joined,
-    own_exam,
-    ranked,
-    ready,
-    trained_within,
-)
+from fedquilt.round.deployed import given, ready, trained_within
+from fedquilt.round.eval_jobs import EvalJob, joined
+from fedquilt.round.evaluate import own_exam
 from fedquilt.round.labels import share_label
 from fedquilt.round.link import Transmission
+from fedquilt.round.ranking import ranked
+from fedquilt.round.scores import Score
 from fedquilt.tasks import Task
 from fedquilt.terms import Budget, Client, Job, Submodel
 

@@ -36,8 +36,9 @@ from fedquilt.methods import Method
 from fedquilt.names import known
 from fedquilt.round import Evaluation, Fleet, Grades, Record, RoundResult, run_round
 from fedquilt.round.budgets import check_budgets, learner_of, planned, too_small
+from fedquilt.round.deployed import members_by_share
 from fedquilt.round.engine import Engine
-from fedquilt.round.evaluate import compared_passes, members_by_share
+from fedquilt.round.eval_jobs import compared_passes
 from fedquilt.round.federation import Federation, World
 from fedquilt.round.labels import budgets_by_share
 from fedquilt.round.link import PERFECT, Link

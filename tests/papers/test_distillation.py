@@ -18,14 +18,16 @@ from fedquilt.family.cut import prefix
 from fedquilt.methods import DSFL, FedAvg, FedDF, FedET, HeteroFL
 from fedquilt.methods.dsfl import PREDICTIONS, sharpened
 from fedquilt.methods.fedet import ConsensusLoss, consensus, consensus_weights
+from fedquilt.round.fold import Merged
 from fedquilt.round.learning import learn
 from fedquilt.round.link import Arrival, Transmission
-from fedquilt.round.merge import Merged
 from fedquilt.round.teachers import EACH, OUTPUTS, Teachers
 from fedquilt.round.training.batches import itinerary
-from fedquilt.round.training.objectives import Imitation, Objective, SoftLabels, View
+from fedquilt.round.training.distillation import Imitation, SoftLabels
+from fedquilt.round.training.objectives import Objective
 from fedquilt.round.training.public import drawn_positions
 from fedquilt.round.training.server import ServerTraining
+from fedquilt.round.training.view import View
 from fedquilt.terms import Client, Job, Payload, Server, Submodel, Update
 from tests.conftest import Perceptron
 

@@ -16,8 +16,9 @@ import fedquilt as fq
 from fedquilt.methods import FedResCuE, FedRush, FedSeq, FedSlim, FjORD
 from fedquilt.methods.nested import TABLE_17
 from fedquilt.round.federation import World
+from fedquilt.round.training.distillation import Distilled
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.objectives import Distilled, Summed, TaskLoss
+from fedquilt.round.training.objectives import Summed, TaskLoss
 from fedquilt.round.training.regions import Between, Everywhere
 from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient, move, teach

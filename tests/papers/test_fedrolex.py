@@ -15,7 +15,8 @@ from fedquilt.methods import FedRolex, HeteroFL
 from fedquilt.methods.fedrolex import rounds_to_cover_random, rounds_to_cover_rolling
 from fedquilt.models import preresnet18
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Mean, client_weight
+from fedquilt.round.fold import client_weight
+from fedquilt.round.merge import Mean
 from fedquilt.terms import Job, Payload, Server, Update
 from tests.conftest import with_local
 

@@ -21,10 +21,11 @@ from fedquilt.methods.rafl import Softened
 from fedquilt.round.teachers import OUTPUTS
 from fedquilt.round.training.batches import itinerary
 from fedquilt.round.training.mutual import Mutual
-from fedquilt.round.training.objectives import TaskLoss, View
+from fedquilt.round.training.objectives import TaskLoss
 from fedquilt.round.training.server import ServerTraining
 from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient
+from fedquilt.round.training.view import View
 from fedquilt.terms import WHOLE, Client, Job, Payload, Update
 from tests.conftest import Perceptron
 from tests.pairs import (

@@ -21,11 +21,12 @@ from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.net import Pass
 from fedquilt.methods import FedAvg, FedProx, HeteroFL, SHeteroFL, SplitMix
 from fedquilt.models import PreResNet
-from fedquilt.round.evaluate import EvalSpec
+from fedquilt.round.eval_jobs import EvalSpec
 from fedquilt.round.federation import World
+from fedquilt.round.training.adversarial import Adversarial
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import Adversarial, MaskedCrossEntropy, TaskLoss
+from fedquilt.round.training.objectives import MaskedCrossEntropy, TaskLoss
 from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient
 from fedquilt.runs.experiment import Experiment

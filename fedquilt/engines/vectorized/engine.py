@@ -44,26 +44,13 @@ from fedquilt.family.grouped import GroupingError
 from fedquilt.family.member import Member
 from fedquilt.hardware.device import to_device_async
 from fedquilt.round.budgets import learner_of
-from fedquilt.round.client import (
-    NOTHING_LEFT,
-    Start,
-    are_finite,
-    blamed,
-    check_left,
-    check_state,
-    kept_state,
-    memory_of,
-    names_kept,
-    receive,
-    remember,
-    send,
-    steps_behind,
-    update_of,
-    upload_of,
-)
+from fedquilt.round.client import NOTHING_LEFT, Start, receive, remember, send, update_of, upload_of
+from fedquilt.round.client_checks import are_finite, blamed, check_left, check_state
+from fedquilt.round.client_state import kept_state, memory_of, names_kept, steps_behind
 from fedquilt.round.engine import Outcome
-from fedquilt.round.evaluate import EvalSpec, Score
-from fedquilt.round.merge import Fold
+from fedquilt.round.eval_jobs import EvalSpec
+from fedquilt.round.fold import Fold
+from fedquilt.round.scores import Score
 from fedquilt.round.training.augmentation import augmented
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.objectives import Objective

@@ -12,10 +12,11 @@ from fedquilt.errors.faults import is_out_of_memory
 from fedquilt.family.member import Member
 from fedquilt.names import said
 from fedquilt.round.training.learner import Learner
-from fedquilt.round.training.objectives import Objective, View
+from fedquilt.round.training.objectives import Objective
 from fedquilt.round.training.optimizers import State
 from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient, teach
+from fedquilt.round.training.view import View
 
 _PACKAGE = __name__.partition(".")[0]
 _WORKS = "A tensor with one real number works, of shape (), such as the mean over the samples."

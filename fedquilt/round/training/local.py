@@ -9,10 +9,10 @@ from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import ConfigError
 from fedquilt.family.norms import BatchStatistics, NormPolicy, norm_policy
 from fedquilt.names import nearest
+from fedquilt.round.training.adversarial import Adversarial
 from fedquilt.round.training.attacks import AdversarialTraining
 from fedquilt.round.training.augmentation import Intensity
 from fedquilt.round.training.objectives import (
-    Adversarial,
     MaskedCrossEntropy,
     Objective,
     TaskLoss,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fedquilt.checks import one_of, within
-from fedquilt.round.training.objectives import Passes, View, Wrapping, together
+from fedquilt.round.training.objectives import Passes, Wrapping, together
+from fedquilt.round.training.view import View
 from fedquilt.terms import WHOLE
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from torch.func import grad
 
 from fedquilt.family.net import Pass
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import Objective, Passes, TaskLoss, View
+from fedquilt.round.training.objectives import Objective, Passes, TaskLoss
 from fedquilt.round.training.optimizers import State
+from fedquilt.round.training.view import View
 from fedquilt.terms import Weights
 
 if TYPE_CHECKING:

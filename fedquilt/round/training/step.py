@@ -13,10 +13,11 @@ from torch.func import grad, vmap
 from fedquilt.family.net import Pass
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import Objective, View
+from fedquilt.round.training.objectives import Objective
 from fedquilt.round.training.optimizers import OptimiserState, State
 from fedquilt.round.training.passes import ClientPass
 from fedquilt.round.training.state import Received
+from fedquilt.round.training.view import View
 
 if TYPE_CHECKING:
     from fedquilt.family.grouped import GroupedNet

@@ -28,7 +28,7 @@ from fedquilt.methods import (
     SplitMix,
 )
 from fedquilt.round.budgets import check_budgets, planned
-from fedquilt.round.evaluate import members_by_share
+from fedquilt.round.deployed import members_by_share
 from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.objectives import TaskLoss, Wrapping, together

@@ -17,15 +17,10 @@ from fedquilt.errors import ConfigError, DataError
 from fedquilt.family import Pass
 from fedquilt.family.norms import NORM_POLICIES
 from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL, Method
-from fedquilt.round.evaluate import (
-    Score,
-    _asked,
-    main_by_label,
-    mean_statistics,
-    means_by_label,
-    share_label,
-)
+from fedquilt.round.evaluate import _asked, share_label
 from fedquilt.round.federation import World
+from fedquilt.round.norm_statistics import mean_statistics
+from fedquilt.round.scores import Score, main_by_label, means_by_label
 from fedquilt.tasks import Classification, MultiLabel, Regression
 from tests.conftest import LOCAL, assert_same_grades, with_local
 

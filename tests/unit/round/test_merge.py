@@ -19,15 +19,9 @@ from torch import Tensor
 from fedquilt.axes import Index, Positions, size_of
 from fedquilt.errors import ConfigError
 from fedquilt.methods import FedAvg, SplitMix
-from fedquilt.round.merge import (
-    Mean,
-    Merged,
-    Plain,
-    ServerAdam,
-    ServerMomentum,
-    ServerYogi,
-    client_weight,
-)
+from fedquilt.round.fold import Merged, client_weight
+from fedquilt.round.merge import Mean
+from fedquilt.round.server_optimizers import Plain, ServerAdam, ServerMomentum, ServerYogi
 from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update
 from tests.unit.family import cuts
 

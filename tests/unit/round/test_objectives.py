@@ -16,24 +16,24 @@ from fedquilt.errors import ConfigError
 from fedquilt.family.net import Pass
 from fedquilt.methods import FedAvg, HeteroFL
 from fedquilt.round.federation import World
+from fedquilt.round.training.adversarial import Adversarial
 from fedquilt.round.training.attacks import PGD, AdversarialTraining
+from fedquilt.round.training.distillation import Distilled
 from fedquilt.round.training.filters import Parts
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import (
     RECEIVED,
-    Adversarial,
-    Distilled,
     MaskedCrossEntropy,
     Objective,
     Passes,
     Proximal,
     Summed,
     TaskLoss,
-    View,
     Wrapping,
     apart,
 )
+from fedquilt.round.training.view import View
 from fedquilt.runs.experiment import Experiment, assign, demo
 from fedquilt.terms import Job
 from tests.conftest import assert_same

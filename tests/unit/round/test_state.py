@@ -16,11 +16,13 @@ from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.family.cut import prefix
 from fedquilt.family.net import Pass
 from fedquilt.methods import FedAvg, HeteroFL
+from fedquilt.round.fold import Fold
 from fedquilt.round.link import Transmission
-from fedquilt.round.merge import ExtrasMean, Fold, Mean, ServerMomentum, Stateful, Sum, as_weights
+from fedquilt.round.merge import ExtrasMean, Mean, Stateful, Sum, as_weights
+from fedquilt.round.server_optimizers import ServerMomentum
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import TaskLoss, View
+from fedquilt.round.training.objectives import TaskLoss
 from fedquilt.round.training.passes import (
     ClientPass,
     GradientPass,
@@ -29,6 +31,7 @@ from fedquilt.round.training.passes import (
     StatisticsPass,
 )
 from fedquilt.round.training.state import Left, MethodState, Trained
+from fedquilt.round.training.view import View
 from fedquilt.storage.files import Blob
 from fedquilt.storage.tensor_files import TensorFile, read_state
 from fedquilt.terms import Client, ClientState, Job, Payload, Server, Update

@@ -28,12 +28,13 @@ from fedquilt.round.training.batches import batched, itinerary
 from fedquilt.round.training.filters import All, Nothing, Parts
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import MaskedCrossEntropy, Proximal, Summed, TaskLoss, View
+from fedquilt.round.training.objectives import MaskedCrossEntropy, Proximal, Summed, TaskLoss
 from fedquilt.round.training.optimizers import SGD, Adam, AdamW, State
 from fedquilt.round.training.regions import Between, Everywhere, Part
 from fedquilt.round.training.schedules import Constant, Cosine, Steps
 from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, clipped, gradient, move, train_pass
+from fedquilt.round.training.view import View
 from fedquilt.terms import Arch, Job
 from tests.conftest import with_local
 

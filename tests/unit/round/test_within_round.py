@@ -20,7 +20,7 @@ from fedquilt.family.cut import prefix
 from fedquilt.methods import METHODS, FedAvg, FedDF, FedRolex
 from fedquilt.round.students import teaching
 from fedquilt.round.training.batches import itinerary, num_batches
-from fedquilt.round.training.objectives import Imitation
+from fedquilt.round.training.distillation import Imitation
 from fedquilt.round.training.server import ServerTraining
 from fedquilt.runs.experiment import Experiment
 from fedquilt.terms import Client, Job
