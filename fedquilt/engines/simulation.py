@@ -500,7 +500,10 @@ class Simulation(Engine):
                 every_class,
                 received=weights,
                 mode=train_pass(self.method.local),
-                key=torch.tensor(noise.key(5, self.world.seed, number), device=self.device),
+                key=torch.tensor(
+                    noise.key(noise.Stream.POOLED_GRADIENT, self.world.seed, number),
+                    device=self.device,
+                ),
                 task=task,
             )
             count = task.total(targets)
@@ -602,7 +605,7 @@ class Simulation(Engine):
         All nets of a client see equal batches.
         """
         name = (self.world.seed, job.client.id, job.round)
-        return noise.key(1, *name), noise.key(2, *name)
+        return noise.key(noise.Stream.BATCH_ORDER, *name), noise.key(noise.Stream.STEP_NOISE, *name)
 
     def batches(self, job: Job, learner: Learner, extras: Extras | None = None) -> list[Tensor]:
         """Return the sample positions of every batch that a client trains on.
@@ -661,7 +664,13 @@ class Simulation(Engine):
             learner: Local training, which has the pass.
             one: Pass to run.
         """
-        return noise.key(4, self.world.seed, job.client.id, job.round, learner.passes.index(one))
+        return noise.key(
+            noise.Stream.PASS_ORDER,
+            self.world.seed,
+            job.client.id,
+            job.round,
+            learner.passes.index(one),
+        )
 
     def pass_samples(self, one: ClientPass, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of a pass.
@@ -733,7 +742,10 @@ class Simulation(Engine):
         seed = self.world.seed
         if name not in self._orders or self._orders[name][0] != seed:
             samples = parts.order
-            self._orders[name] = seed, samples[noise.order(noise.key(3, seed), len(samples))]
+            self._orders[name] = (
+                seed,
+                samples[noise.order(noise.key(noise.Stream.POOLED_ORDER, seed), len(samples))],
+            )
         return self._orders[name][1]
 
     def check_finite(self, job: Job, losses: Tensor, updates: Sequence[Tensor]) -> None:

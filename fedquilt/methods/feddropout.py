@@ -45,7 +45,7 @@ class FedDropout(Method):
             scattered(
                 member,
                 world.family.layout.sizes,
-                noise.key(31, world.seed, client.id, server.round),
+                noise.key(noise.Stream.FEDERATED_DROPOUT, world.seed, client.id, server.round),
             )
         ]
 

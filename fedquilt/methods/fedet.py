@@ -30,7 +30,6 @@ from fedquilt.terms import Budget, Extras, Server, Submodel, Submodels
 
 _log = logging.getLogger(__name__)
 _SERVER = "server/"  # Scope of the server's net in the state.
-_INITIAL = 50  # Stream of random numbers for the initial weights of the server's net.
 
 
 def consensus_weights(logits: Tensor) -> Tensor:
@@ -191,7 +190,7 @@ class FedET(Prototypes):
             union = world.family.init(world.seed, dtype=world.dtype)
             names = (name for name in world.family.member(net).names if name in union)
             return super().initial(world) | {net.scope + name: union[name] for name in names}
-        server_weights = drawn(net.arch, noise.key(_INITIAL, world.seed), world)
+        server_weights = drawn(net.arch, noise.key(noise.Stream.FEDET_INITIAL, world.seed), world)
         return super().initial(world) | {
             net.scope + name: value for name, value in server_weights.items()
         }

@@ -156,7 +156,8 @@ class Nested(Method):
         """
         share = self.trainable_share(job.client.budget, world)
         below = tuple(ratio for ratio in self.ratios if ratio < share)
-        key, taught = noise.key(41, world.seed, job.round), distils and count > 0 and bool(below)
+        key = noise.key(noise.Stream.NESTED_WIDTHS, world.seed, job.round)
+        taught = distils and count > 0 and bool(below)
         return SampledWidths.of(
             kind,
             Method.learner(self, job, world),

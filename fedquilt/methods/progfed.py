@@ -47,7 +47,6 @@ from fedquilt.terms import (
 )
 
 Strategy = Literal["progressive", "end_to_end", "layerwise", "partial", "mixed", "random"]
-_SITE = 48  # Stream of random numbers for the stages that the strategy `random` draws.
 _PROGRESSIVE = "theorem 1 is on the strategy 'progressive', with which alignment would work."
 
 
@@ -236,8 +235,9 @@ class ProgFed(Method):
             # whole model is trained. By the paper's count that costs 0.89 of end-to-end training
             # (Table 5: 0.88). Drawing in all rounds would cost 0.7.
             case "random" if stage < last:
-                drawn_stage = 1 + int(noise.choose(noise.key(_SITE, world.seed, round), 1, last)[0])
-                return stage_name(drawn_stage, last), ()
+                key = noise.key(noise.Stream.PROGFED_STAGE, world.seed, round)
+                (drawn,) = noise.choose(key, 1, last)
+                return stage_name(1 + drawn, last), ()
         return stage_name(stage, last), (blocks[-1], f"head{stage}") if moment.warm else ()
 
     def _at(self, round: int, world: World) -> World:

@@ -25,8 +25,6 @@ from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.server import ServerTraining
 from fedquilt.terms import Arch, Budget, Client, Job, Server, Submodel, Submodels
 
-_INITIAL = 49  # Stream of random numbers for the prototypes' initial weights.
-
 
 @dataclass(frozen=True)
 class Prototypes(Method):
@@ -106,7 +104,9 @@ class Prototypes(Method):
                 weights |= {net.scope + name: drawn_weights[name] for name in names}
             return weights
         for index, net in enumerate(self.nets(world)):
-            seed = noise.key(_INITIAL, world.seed, index) if index else world.seed
+            seed = world.seed
+            if index:
+                seed = noise.key(noise.Stream.PROTOTYPE_INITIAL, world.seed, index)
             weights |= {
                 net.scope + name: value for name, value in drawn(net.arch, seed, world).items()
             }

@@ -158,7 +158,9 @@ class SplitMix(Method):
         weights: dict[str, Tensor] = {}
         for index in range(self.count):
             # The first has the seed of the run, so that a single base net starts as FedAvg does.
-            seed = noise.key(45, world.seed, index) if index else world.seed
+            seed = world.seed
+            if index:
+                seed = noise.key(noise.Stream.SPLITMIX_INITIAL, world.seed, index)
             full_weights = family.init(seed, dtype=world.dtype)
             starts = {axis: index * width for axis, width in member.widths}
             window = windows(member, starts, family.layout.sizes)
@@ -180,9 +182,10 @@ class SplitMix(Method):
         at random.
         """
         cycle, index = divmod(client.turn, self.count)
-        first = int(noise.order(noise.key(43, world.seed, cycle), self.count)[index])
+        cycle_key = noise.key(noise.Stream.SPLITMIX_CYCLE, world.seed, cycle)
+        first = int(noise.order(cycle_key, self.count)[index])
         other_bases = [base for base in range(self.count) if base != first]
-        key = noise.key(44, world.seed, client.id, server.round)
+        key = noise.key(noise.Stream.SPLITMIX_BASES, world.seed, client.id, server.round)
         drawn_positions = noise.choose(key, self._trained(client, world) - 1, len(other_bases))
         return [
             self._base(index, world)

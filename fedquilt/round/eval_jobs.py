@@ -113,7 +113,9 @@ class EvalSpec:
             rows: (sample,) Rows of the samples in their set.
             like: Inputs, whose shape, type and device are used.
         """
-        return None if self.attack is None else by_sample(noise.key(47, seed), rows, like)
+        if self.attack is None:
+            return None
+        return by_sample(noise.key(noise.Stream.TEST_ATTACK, seed), rows, like)
 
 
 def compared_passes(local: LocalTraining, norm: NormPolicy) -> tuple[Pass, Pass]:

@@ -165,7 +165,12 @@ def _remembering(
     pool = sorted({client for client, scope in server.memory if not scope})
     count = min(how.clients, len(pool))
     clients = (
-        [pool[position] for position in noise.choose(noise.key(seed, 23), count, len(pool))]
+        [
+            pool[position]
+            for position in noise.choose(
+                noise.key(seed, noise.Stream.TESTED_CLIENTS), count, len(pool)
+            )
+        ]
         if pool
         else []
     )
@@ -352,7 +357,10 @@ def _asked(
         else []
     )
     pool: Sequence[int] = trained if len(trained) >= count else range(fleet.num_clients)
-    clients = [pool[position] for position in noise.choose(noise.key(seed, 23), count, len(pool))]
+    clients = [
+        pool[position]
+        for position in noise.choose(noise.key(seed, noise.Stream.TESTED_CLIENTS), count, len(pool))
+    ]
     # A budget may change from round to round. A personal model has the budget of the round in which
     # its client trained last.
     rounds = {client: server.last(client) if personal else server.round for client in clients}

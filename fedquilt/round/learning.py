@@ -244,7 +244,7 @@ class _School:
         )
         present = torch.ones(world.family.num_outputs, dtype=torch.bool, device=device)
         key, share = (
-            torch.tensor(noise.key(0), device=device),
+            torch.tensor(noise.key(noise.Stream.TRIAL_BATCH), device=device),
             torch.ones((), dtype=world.dtype, device=device),
         )
         parts, sizes = [], []

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 NOTHING: Weights = MappingProxyType({})
 MAX_TRIAL_VALUES = 1 << 14
-_SITE = 46  # Separates the random numbers of a trial from all others.
+_FIRST, _SECOND = 0, 1  # Parts of the keys of a trial.
 
 
 class CodecError(ValueError):
@@ -237,13 +237,16 @@ def _trials(world: World, lossy: bool, device: torch.device) -> list[_Trial]:
     """Return changes to try a codec on."""
     shapes = _trial_shapes(world)
     count = sum(shape.numel() for shape in shapes.values())
-    key = to_device_async(device, torch.tensor(noise.key(_SITE, 0)))
+    key = to_device_async(device, torch.tensor(noise.key(noise.Stream.CODEC_CHANGE, _FIRST)))
     change = 0.01 * noise.normal(key, (count,), world.dtype)
     # The spec takes the tensor's device, which has an index (cuda:0). The run's may have none.
     spec = ChangeSpec(shapes, change.dtype, change.device)
     keys = [
-        (noise.key(_SITE, trial_number, 0), noise.key(_SITE, trial_number, 1))
-        for trial_number in (1, 2, 3)
+        (
+            noise.key(noise.Stream.CODEC_TRIAL, number, _FIRST),
+            noise.key(noise.Stream.CODEC_TRIAL, number, _SECOND),
+        )
+        for number in (1, 2, 3)
     ]
 
     trials = [

@@ -16,13 +16,11 @@ import torch
 from fedquilt import noise
 from fedquilt.checks import outside, refuse, within
 from fedquilt.round.link.dealt import Dealt, check_dealt, dealt, empty, shown, take_lists
-from fedquilt.round.link.trip import Transmission
+from fedquilt.round.link.trip import LOSS, Transmission
 from fedquilt.terms import Submodel
 
 if TYPE_CHECKING:
     from fedquilt.family.member import Member
-
-_DRAW = 1
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class Loss(ABC):
         ε < er.
         """
         low, high = self.rates(trip.job.client.id, trip.world.seed)
-        fraction, sample = noise.uniform(torch.tensor(trip.key(_DRAW)), (2, count), torch.float64)
+        fraction, sample = noise.uniform(torch.tensor(trip.key(LOSS)), (2, count), torch.float64)
         failed = (sample < low + (high - low) * fraction).nonzero()
         return int(failed[0]) if len(failed) else count
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from fedquilt import noise
 
-_SIGNS = 47  # Separates the random signs from the mask, which has the same seed.
-
 
 def padded(length: int) -> int:
     """Return the smallest power of two that is at least `length`, or 0 for an empty tensor."""
@@ -83,7 +81,7 @@ def _transformed(values: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def _signs(seed: Tensor, like: Tensor) -> Tensor:
     """Return one random sign for each value of a padded change."""
-    hashes = noise.bits(noise.fold_in(seed, _SIGNS), len(like))
+    hashes = noise.bits(noise.fold_in(seed, noise.Stream.ROTATION_SIGNS), len(like))
     return 1 - 2 * (hashes < 0).to(like.dtype)
 
 

@@ -12,8 +12,9 @@ from fedquilt.terms import Job, Payload, Weights
 if TYPE_CHECKING:
     from fedquilt.round.federation import World
 
-_SITE = 41  # Separates the random numbers of links from all others.
-_FIRST_CODEC_KEY = 2  # Key 1 is used by losses.
+# Purposes of the random numbers of a transmission. Codecs have two keys for each message.
+LOSS = 1
+FIRST_CODEC_KEY = 2
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,16 @@ class Transmission:
     up: bool = False  # True: from client to server.
 
     def key(self, what: int) -> int:
-        """Return the random key of this transmission for purpose number `what`."""
+        """Return the random key of this transmission for purpose number `what`, such as `LOSS`."""
         job = self.job
         scope = zlib.crc32(job.submodel.scope.encode())
         return noise.key(
-            _SITE, self.world.seed, job.client.id, job.round, int(self.up), scope, what
+            noise.Stream.LINK, self.world.seed, job.client.id, job.round, int(self.up), scope, what
         )
 
     def codec_keys(self, message: int = 0) -> tuple[int, int]:
         """Return the random keys of a coded message. Message 0 has the weights."""
-        first = _FIRST_CODEC_KEY + 2 * message
+        first = FIRST_CODEC_KEY + 2 * message
         return self.key(first), self.key(first + 1)
 
 

@@ -18,7 +18,6 @@ from fedquilt.round.link.columns import Loss
 from fedquilt.round.link.dealt import check_dealt, dealt, shown, take_lists
 
 Fading = Literal["rayleigh", "constant"]
-_SITE = 42
 
 
 def needed(bandwidth: float, noise_power: float, min_rate: float) -> float:
@@ -118,7 +117,8 @@ class Wireless(Loss):
         """Return the distance between a client and the server in metres."""
         if self.distances:
             return dealt(self.distances, client)
-        fraction = noise.uniform(torch.tensor(noise.key(_SITE, seed, client)), (1,), torch.float64)
+        key = torch.tensor(noise.key(noise.Stream.WIRELESS_DISTANCE, seed, client))
+        fraction = noise.uniform(key, (1,), torch.float64)
         # The square root makes clients uniform over the area of the disc.
         return max(1.0, self.radius * math.sqrt(float(fraction)))
 

@@ -17,12 +17,6 @@ if TYPE_CHECKING:
 from fedquilt.round.training.objectives import Objective, Passes, TaskLoss, Wrapping
 from fedquilt.round.training.view import View
 
-_LOT = -4  # Random stream of the per-sample weights.
-
-
-# Random stream of an attack. Augmentation has -1, -2, -5 and -6, layers those from 1 on.
-_START = -3
-
 
 @dataclass(frozen=True)
 class Adversarial(Wrapping):
@@ -60,7 +54,7 @@ class Adversarial(Wrapping):
     def __call__(self, view: View) -> Tensor:
         weight: float | Tensor = self.how.all[0]
         if self.how.draws:
-            weight = self.how.draw(noise.fold_in(view.key, _LOT), view.inputs)
+            weight = self.how.draw(noise.fold_in(view.key, noise.Stream.SAMPLE_WEIGHT), view.inputs)
             view = replace(view, condition=weight)
         losses = []
         if self._clean:
@@ -93,7 +87,7 @@ class Adversarial(Wrapping):
     def _attacked(self, view: View) -> Tensor:
         """Return samples attacked for the present weights. No gradient flows through the attack."""
         start_noise = noise.uniform(
-            noise.fold_in(view.key, _START), view.inputs.shape, view.inputs.dtype
+            noise.fold_in(view.key, noise.Stream.ATTACK_START), view.inputs.shape, view.inputs.dtype
         )
         weights = {**view.weights, **view.seen}  # Statistics of clean samples included.
         still = view.through(1.0, weights={name: value.detach() for name, value in weights.items()})

@@ -10,7 +10,6 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.terms import Extras
 
-_DRAW = 51  # Random stream of the public samples of a round.
 # Ending of the extra with the positions of the public samples that rows are about.
 POSITIONS = "/positions"
 ROUND = "/round"  # Ending of the extra with the round whose draw the rows are about.
@@ -37,7 +36,11 @@ def drawn_positions(seed: int, round: int, draw: int, num_public: int) -> Tensor
     """
     if num_drawn(draw, num_public) == num_public:
         return torch.arange(num_public)
-    return noise.order(noise.key(_DRAW, seed, round), num_public)[:draw].sort().values
+    return (
+        noise.order(noise.key(noise.Stream.PUBLIC_DRAW, seed, round), num_public)[:draw]
+        .sort()
+        .values
+    )
 
 
 @dataclass(frozen=True)
