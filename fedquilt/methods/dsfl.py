@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.checks import within
 from fedquilt.errors import ConfigError, TrainingError
@@ -48,6 +49,7 @@ class Predictions(MethodState):
     extras_down: tuple[str, ...] = (PREDICTIONS,)
     extras_up: tuple[str, ...] = (PREDICTIONS,)
 
+    @override
     def finish(self, trained: Trained) -> Left:
         return Left(sent_extras={PREDICTIONS: trained.passes["logits"]["logits"].softmax(1)})
 
@@ -71,6 +73,7 @@ class PredictionsMean(ExtrasMean):
     temperature: float | None = None  # Temperature of the sharpened mean. None: no sharpening.
     shape: tuple[int, ...] = ()  # Shape that the predictions of a client must have.
 
+    @override
     def add(self, update: Update) -> None:
         sent = update.extras.get(PREDICTIONS)
         if sent is not None and tuple(sent.shape) != self.shape:
@@ -82,6 +85,7 @@ class PredictionsMean(ExtrasMean):
             )
         super().add(update)
 
+    @override
     def finish(self, server: Server) -> Extras:
         extras = super().finish(server)
         if not self.has_answers or self.temperature is None:
@@ -103,6 +107,7 @@ class PredictionsFold(Stateful):
 
     extras: PredictionsMean | None = None
 
+    @override
     def finish(self, server: Server) -> Merged:
         merged = super().finish(server)
         if self.extras is None or not self.extras.has_answers:
@@ -157,20 +162,24 @@ class DSFL(Prototypes):
         within(self, temperature="(0, inf)", public_epochs="[0, inf)", samples="[0, inf)")
 
     @property
+    @override
     def needs_public(self) -> bool:
         return True
 
     @property
+    @override
     def note(self) -> str:
         return (
             "clients keep their nets; results are those of the server's nets, which learn from "
             "predictions"
         )
 
+    @override
     def check_task(self, task: Task) -> None:
         super().check_task(task)
         needs_classes(self, task)
 
+    @override
     def init(self, world: World) -> Server:
         """Return the state before the first round. Its predictions are zeros and have no effect."""
         extras = {PREDICTIONS: torch.zeros(self.shape(world), dtype=world.dtype)}
@@ -186,6 +195,7 @@ class DSFL(Prototypes):
         """Return the shape of predictions: (drawn public sample, class, …)."""
         return (num_drawn(self.samples, world.num_public), *world.family.output_shape[1:])
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         base = super().learner(job, world)
         draw = self.draw(world)
@@ -210,6 +220,7 @@ class DSFL(Prototypes):
             private, state=drawn_state(draw, self.coded), after=(predict,), lesson=lesson
         )
 
+    @override
     def fold(self, server: Server, world: World) -> Fold:
         mean = super().fold(server, world)
         temperature = self.temperature if self.sharpen else None
@@ -219,6 +230,7 @@ class DSFL(Prototypes):
         )
         return PredictionsFold(mean, extras=predictions)
 
+    @override
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
         if OUTPUTS not in outputs:  # No client has sent predictions.
             return server

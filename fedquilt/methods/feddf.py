@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from fedquilt.methods.prototypes import Prototypes
 from fedquilt.round.federation import World
 from fedquilt.round.fold import Fold, Weighting
@@ -60,11 +62,13 @@ class FedDF(Prototypes):
         },
     }
 
+    @override
     def fold(self, server: Server, world: World) -> Fold:
         """Average each group, and add up the logits of received nets on the public samples."""
         mean = super().fold(server, world)
         return Teachers(mean, world, server, self.statistics) if self.needs_public else mean
 
+    @override
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
         if OUTPUTS not in outputs:  # No client has sent a net.
             return server

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from fedquilt import noise
 from fedquilt.family.cut import prefix, scattered
 from fedquilt.family.family import Rounding
@@ -39,6 +41,7 @@ class FedDropout(Method):
         **released_settings(),
     }
 
+    @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         member = self.fit(client.budget, world, self.rounding)
         return [
@@ -49,8 +52,10 @@ class FedDropout(Method):
             )
         ]
 
+    @override
     def divisor(self, job: Job, world: World) -> float:
         return self.trainable_share(job.client.budget, world, self.rounding)
 
+    @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         return (prefix(world.family.fit(budget, self.rounding)),)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.axes import Index
@@ -80,6 +81,7 @@ class ConsensusLoss(FromTeacher):
     weight: float = 0.05  # Weight λ of the KL term. 0 ignores dissenting nets.
     temperature: float = 1.0  # Temperature of the KL term.
 
+    @override
     def loss(self, view: View, logits: Tensor, rows: Tensor) -> Tensor:
         label, dissent = rows.unbind(1)
         agreement = -(label * logits.log_softmax(1)).sum(1).mean()
@@ -140,13 +142,16 @@ class FedET(Prototypes):
         within(self, server_share="(0, 1]", diversity="[0, inf)", temperature="(0, inf)")
 
     @property
+    @override
     def needs_public(self) -> bool:
         return True
 
+    @override
     def check_task(self, task: Task) -> None:
         super().check_task(task)
         needs_classes(self, task)
 
+    @override
     def adapt(self, family: Family) -> Family:
         """Refuse a union whose first net is not the largest."""
         names = [family.layout.net_names(net.arch.variant)[0] for net in architectures(family)]
@@ -163,11 +168,13 @@ class FedET(Prototypes):
             )
         return family
 
+    @override
     def nets(self, world: World) -> tuple[Submodel, ...]:
         """Return the prototypes. On a union these are all nets except the first."""
         prototypes = super().nets(world)
         return prototypes[1:] if world.family.layout.nets else prototypes
 
+    @override
     def net_for(self, budget: Budget, world: World, step: TrainingStep | None = None) -> Submodel:
         """Return the largest net of a union that a device can hold.
 
@@ -184,6 +191,7 @@ class FedET(Prototypes):
             return Submodel(world.family.whole, Index(), _SERVER)
         return Submodel(world.family.fit(Budget(share=self.server_share)), Index(), _SERVER)
 
+    @override
     def initial(self, world: World) -> dict[str, Tensor]:
         net = self.server_net(world)
         if world.family.layout.nets:
@@ -195,9 +203,11 @@ class FedET(Prototypes):
             net.scope + name: value for name, value in server_weights.items()
         }
 
+    @override
     def fold(self, server: Server, world: World) -> Fold:
         return Teachers(super().fold(server, world), world, server, self.statistics, each=True)
 
+    @override
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
         if EACH not in outputs:  # No client has sent a net.
             return server
@@ -231,6 +241,7 @@ class FedET(Prototypes):
                     transferred[prototype.scope + name] = weight.clone()
         return transferred
 
+    @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         """Return the server's net if the device can run it, else the largest fitting prototype."""
         if world.family.layout.nets:

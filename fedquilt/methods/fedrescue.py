@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from fedquilt.checks import one_of, within
 from fedquilt.methods.nested import GRIDS, Nested, SampledWidths, Slimming
 from fedquilt.round.federation import World
@@ -30,6 +32,7 @@ class Progressive(SampledWidths):
     freeze: Freeze = "update"  # How the weights of the previous nets are frozen.
     overwrite: bool = False  # True lets each net train all of its weights (algorithm 6).
 
+    @override
     def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]:
         whole_objective = self.local.build_objective()
         if self.count < 0:  # S = 0
@@ -71,6 +74,7 @@ class FedResCuE(Nested):
         within(self, alpha="[0, inf)")
         one_of(self, freeze=Freeze)
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         return progressive(self, job, world, self.alpha, self.freeze)
 
@@ -81,6 +85,7 @@ class FedSeq(Nested):
 
     paper = "Zhu et al. 2022"
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         return progressive(self, job, world, alpha=0.0)
 
@@ -91,6 +96,7 @@ class FedRush(Nested):
 
     paper = "Zhu et al. 2022"
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         return progressive(self, job, world, overwrite=True)
 
@@ -123,5 +129,6 @@ class FedSlim(Nested):
 
     paper = "Zhu et al. 2022"
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         return self.drawing(Slimming, self.samples, True, job, world)

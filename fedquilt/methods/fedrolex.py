@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from typing_extensions import override
 
 from fedquilt.checks import within
 from fedquilt.family.cut import windows
@@ -61,6 +62,7 @@ class FedRolex(Method):
         if self.overlap is not None:
             within(self, overlap="[0, 1]")
 
+    @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         member = self.fit(client.budget, world, self.rounding)
         return [self._window(member, client.budget, server.round, world)]
@@ -92,9 +94,11 @@ class FedRolex(Method):
             return self.shift
         return 1 + math.floor(round(share * (1 - self.overlap) * size, 9))  # 0.29 * 100 == 28.999…
 
+    @override
     def divisor(self, job: Job, world: World) -> float:
         return self.trainable_share(job.client.budget, world, self.rounding)
 
+    @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         """Return the window that was trained last."""
         member = world.family.fit(budget, self.rounding)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from typing_extensions import override
+
 from fedquilt.family.cut import prefix
 from fedquilt.family.family import Rounding
 from fedquilt.methods.nested import WITHOUT_RATIOS
@@ -57,11 +59,14 @@ class HeteroFL(Method):
         "released-iid": {"local": _released(150, 250), "rounding": "ceil"},
     }
 
+    @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(self.fit(client.budget, world, self.rounding))]
 
+    @override
     def divisor(self, job: Job, world: World) -> float:
         return self.trainable_share(job.client.budget, world, self.rounding)
 
+    @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         return (prefix(world.family.fit(budget, self.rounding)),)

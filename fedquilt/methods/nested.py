@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Self
 
+from typing_extensions import override
+
 from fedquilt import noise
 from fedquilt.checks import within
 from fedquilt.family.cut import prefix
@@ -50,6 +52,7 @@ class SampledWidths(Learner):
     key: int = 0  # Key of the random numbers of the round.
 
     @property
+    @override
     def drawn(self) -> bool:
         return self.count > 0 and bool(self.ratios)
 
@@ -65,6 +68,7 @@ class SampledWidths(Learner):
         learner = kind(**{field.name: getattr(base, field.name) for field in fields(base)} | own)
         return replace(learner, phases=learner.phases_at(0))
 
+    @override
     def phases_at(self, step: int) -> tuple[Phase, ...]:
         return _phases(replace(self, phases=(), lr=0.0, key=0), noise.key(self.key, step))
 
@@ -75,12 +79,15 @@ class SampledWidths(Learner):
             sorted(self.ratios[position] for position in noise.choose(key, count, len(self.ratios)))
         )
 
+    @override
     def nets(self, member: Member) -> tuple[Member, ...]:
         return nets_of(self.phases_of(self.ratios) if self.drawn else self.phases, member)
 
     @abstractmethod
-    def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]: ...
+    def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]:
+        """Return the phases of a batch for which these ratios were drawn, the smallest first."""
 
+    @override
     def possible_phases(self, member: Member) -> tuple[Phase, ...]:
         """Return the phases of a few draws that together contain every ratio.
 
@@ -96,6 +103,7 @@ class SampledWidths(Learner):
         return tuple(phase for draw in draws for phase in self.phases_of(draw))
 
     @property
+    @override
     def timeless(self) -> Self:
         return replace(
             self, lr=0.0, key=0, phases=_phases(replace(self, phases=(), lr=0.0, key=0), 0)
@@ -132,6 +140,7 @@ class Nested(Method):
         grid = [round(self.smallest + step * self.granularity, 12) for step in range(count + 1)]
         return (*(ratio for ratio in grid if ratio < 1), 1.0)
 
+    @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(self.fit(client.budget, world))]
 
@@ -178,6 +187,7 @@ class Slimming(SampledWidths):
 
     supervised: bool = False  # True: drawn nets learn from the labels too. False: teacher only.
 
+    @override
     def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]:
         objectives = [self.local.build_objective()]
         for ratio in ratios:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.checks import one_of, refuse, within
@@ -163,6 +164,7 @@ class ProgFed(Method):
 
     # --- the growth ------------------------------------------------------------------------------
 
+    @override
     def adapt(self, family: Family) -> Family:
         """Return the family with its stages as variants."""
         return self.over.adapt(family).staged(self.stages)
@@ -250,6 +252,7 @@ class ProgFed(Method):
         shown = variant if self.strategy == "progressive" else WHOLE
         return replace(world, family=world.family.at(shown))
 
+    @override
     def turns(self, world: World) -> tuple[int, ...]:
         """Return the rounds in which the set of trained weights changes.
 
@@ -275,30 +278,37 @@ class ProgFed(Method):
             first.setdefault(self.variant(round, world)[0], round)
         return tuple(first.values())
 
+    @override
     def status(self, round: int, world: World) -> str:
         last = num_stages(world.family)
         moment = self.moment(round, last)
         return f"stage {moment.stage} of {last}{', warm-up' if moment.warm else ''}"
 
+    @override
     def settled(self, rounds: int) -> Self:
         return replace(self, rounds=self.rounds or rounds, over=self.over.settled(rounds))
 
     # --- steps of a round, which the inner method does -------------------------------------------
 
     @property
+    @override
     def personal(self) -> bool:
         return self.over.personal
 
     @property
+    @override
     def note(self) -> str:
         return self.over.note
 
+    @override
     def with_local(self, **changes: Any) -> Self:
         return replace(self, over=self.over.with_local(**changes))
 
+    @override
     def initial(self, world: World) -> dict[str, Tensor]:
         return self.over.initial(world)
 
+    @override
     def init(self, world: World) -> Server:
         if (
             num_stages(world.family) == 1
@@ -315,25 +325,32 @@ class ProgFed(Method):
             _check_whole(server, world)
         return server
 
+    @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return self.over.plan(server, client, self._at(server.round, world))
 
+    @override
     def fit(self, budget: Budget, world: World, rounding: Rounding = "floor") -> Arch:
         return self.over.fit(budget, world, rounding)
 
+    @override
     def trainable_share(self, budget: Budget, world: World, rounding: Rounding = "floor") -> float:
         return self.over.trainable_share(budget, world, rounding)
 
+    @override
     def runnable_share(self, budget: Budget, world: World) -> float:
         return self.over.runnable_share(budget, world)
 
+    @override
     def training_step(self, world: World) -> TrainingStep:
         return self.over.training_step(world)
 
+    @override
     def own(self, server: Server, client: Client, world: World) -> Submodels:
         nets = self.over.own(server, client, self._tested(server, world))
         return tuple(replace(net, arch=replace(net.arch, trains=())) for net in nets)
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         arch = job.submodel.arch
         inner = self.over.learner(
@@ -355,40 +372,52 @@ class ProgFed(Method):
         )
         return replace(learner, phases=phases)
 
+    @override
     def divisor(self, job: Job, world: World) -> float:
         return self.over.divisor(job, world)
 
+    @override
     def lr(self, round: int) -> float:
         return self.over.lr(round)
 
+    @override
     def fold(self, server: Server, world: World) -> Fold:
         return self.over.fold(server, world)
 
+    @override
     def label(self, budget: Budget, world: World) -> str:
         return self.over.label(budget, world)
 
+    @override
     def key(self, budget: Budget, world: World) -> str:
         return self.over.key(budget, world)
 
+    @override
     def resumed(self, job: Job, memory: ClientState | None, world: World) -> None:
         self.over.resumed(job, memory, world)
 
+    @override
     def kept_nets(self, memory: ClientState, world: World) -> Mapping[str, Submodel]:
         return self.over.kept_nets(memory, world)
 
+    @override
     def account(self, counts: Mapping[Budget, int], world: World) -> dict[str, Any]:
         return self.over.account(counts, world)
 
+    @override
     def check_task(self, task: Task) -> None:
         self.over.check_task(task)
 
+    @override
     def shortened(self) -> Self:
         return replace(self, over=self.over.shortened())
 
     @property
+    @override
     def needs_public(self) -> bool:
         return self.over.needs_public
 
+    @override
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
         """Let the inner method train the server's net of the stage that this round trained.
 
@@ -400,12 +429,15 @@ class ProgFed(Method):
         """
         return self.over.learn(server, outputs, self._tested(server, world), train)
 
+    @override
     def candidates(self, server: Server, world: World) -> Submodels:
         return self.over.candidates(server, self._tested(server, world))
 
+    @override
     def ranked(self, server: Server, scores: Sequence[float], world: World) -> Server:
         return self.over.ranked(server, scores, self._tested(server, world))
 
+    @override
     def figures(self, server: Server, world: World, gradients: Gradients) -> dict[str, float]:
         """Return the inner method's figures, and those of theorem 1 if `alignment` is above 0.
 
@@ -449,6 +481,7 @@ class ProgFed(Method):
         net_gradients = gradients(nets, samples)
         return align(stage, net_gradients[0], net_gradients[-1])
 
+    @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         return self.over.deploy(server, budget, self._tested(server, world))
 
@@ -462,12 +495,14 @@ class OfVariants(Wrapping):
     def _nets(self, member: Member) -> list[Member]:
         return [member.at(variant) for variant in self.variants]
 
+    @override
     def nets(self, member: Member) -> tuple[Member, ...]:
         nets = (
             net for variant_net in self._nets(member) for net in self.objective.nets(variant_net)
         )
         return tuple(dict.fromkeys(nets))
 
+    @override
     def passes(self, member: Member) -> tuple[Passes, ...]:
         return tuple(
             net_pass
@@ -475,6 +510,7 @@ class OfVariants(Wrapping):
             for net_pass in self.objective.passes(variant_net)
         )
 
+    @override
     def __call__(self, view: View) -> Tensor:
         losses: list[Tensor] = []
         for net in self._nets(view.member):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.axes import Index
@@ -71,6 +72,7 @@ class Prototypes(Method):
         refuse(self, problems)
         object.__setattr__(self, "prototypes", shares)
 
+    @override
     def shortened(self) -> Self:
         """Return the method with little training, for tests.
 
@@ -80,6 +82,7 @@ class Prototypes(Method):
         return replace(super().shortened(), server_training=replace(few, steps=min(4, few.steps)))
 
     @property
+    @override
     def needs_public(self) -> bool:
         return self.server_training.steps > 0
 
@@ -91,6 +94,7 @@ class Prototypes(Method):
         """
         return "stored" if self.local.norm.tracks else "batch"
 
+    @override
     def initial(self, world: World) -> dict[str, Tensor]:
         """Draw every prototype independently, in the range of its own fan-in.
 
@@ -122,6 +126,7 @@ class Prototypes(Method):
         """Return the prototype of a share, with all weights of its scope."""
         return Submodel(world.family.fit(Budget(share=share)), Index(), f"share{share:g}/")
 
+    @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         """Return the largest prototype that the client can train."""
         if world.family.layout.nets:
@@ -132,12 +137,14 @@ class Prototypes(Method):
             )
         ]
 
+    @override
     def divisor(self, job: Job, world: World) -> float:
         """Return the share of the client's prototype. It is 1 for nets of a union."""
         if world.family.layout.nets:
             return 1.0
         return self.fitting(self.trainable_share(job.client.budget, world), job.client.budget)
 
+    @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         """Return the largest prototype that the device can run."""
         if world.family.layout.nets:
@@ -146,6 +153,7 @@ class Prototypes(Method):
 
     # --- prototypes that are the nets of a union -------------------------------------------------
 
+    @override
     def fit(self, budget: Budget, world: World, rounding: Rounding = "floor") -> Arch:
         """Return the net that a client trains.
 
@@ -174,6 +182,7 @@ class Prototypes(Method):
         """
         return largest(self.nets(world), budget, world, step)
 
+    @override
     def trainable_share(self, budget: Budget, world: World, rounding: Rounding = "floor") -> float:
         """Return the share that a client can train.
 
@@ -189,12 +198,14 @@ class Prototypes(Method):
             return super().trainable_share(budget, world, rounding)
         return _relative(self.net_for(budget, world, self._step_within(budget, world)), world)
 
+    @override
     def runnable_share(self, budget: Budget, world: World) -> float:
         """Return the share that a device can run. A union is counted as in `trainable_share`."""
         if not world.family.layout.nets:
             return super().runnable_share(budget, world)
         return _relative(self.net_for(budget, world), world)
 
+    @override
     def without_memory(self, budget: Budget, world: World, trains: bool) -> Budget:
         """Return a budget without a bound on memory that allows the same net.
 
@@ -210,6 +221,7 @@ class Prototypes(Method):
         net = self.net_for(budget, world, self._step_within(budget, world) if trains else None)
         return replace(budget, memory=None, macs=world.family.member(net).macs)
 
+    @override
     def label(self, budget: Budget, world: World) -> str:
         """Return the label of a budget's results in tables and logs.
 

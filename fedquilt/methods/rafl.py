@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import BudgetError, ConfigError
@@ -73,6 +74,7 @@ class Softened(FromTeacher):
 
     temperature: float = 20.0  # Temperature T of both nets.
 
+    @override
     def loss(self, view: View, logits: Tensor, rows: Tensor) -> Tensor:
         t = (rows.softmax(1) / self.temperature).softmax(1)
         student = (logits / self.temperature).log_softmax(1)
@@ -199,6 +201,7 @@ class RaFL(Method):
         object.__setattr__(self, "ignores_budgets", self.limit == "private")
 
     @property
+    @override
     def note(self) -> str:
         text = "accuracy is that of the knowledge net; private nets stay on clients"
         return (
@@ -208,13 +211,16 @@ class RaFL(Method):
         )
 
     @property
+    @override
     def needs_supernet(self) -> bool:
         return self.transfer or self.knowledge_pretrained
 
     @property
+    @override
     def starts_pretrained(self) -> bool:
         return self.transfer
 
+    @override
     def shortened(self) -> Self:
         """Return the method with little training, for tests.
 
@@ -223,6 +229,7 @@ class RaFL(Method):
         few = replace(self.server_training, optimizer=SGD(lr=0.05), batch_size=4, check_every=2)
         return replace(super().shortened(), server_training=replace(few, steps=min(4, few.steps)))
 
+    @override
     def adapt(self, family: Family) -> Family:
         """Return the family unchanged. Refuse a family that is not a union."""
         if not family.layout.nets or len(family.variants) < 2:
@@ -236,6 +243,7 @@ class RaFL(Method):
             )
         return family
 
+    @override
     def check_task(self, task: Task) -> None:
         super().check_task(task)
         if self.distance == "divergence":
@@ -248,9 +256,11 @@ class RaFL(Method):
             )
 
     @property
+    @override
     def needs_public(self) -> bool:
         return self.distil and self.server_training.steps > 0
 
+    @override
     def init(self, world: World) -> Server:
         """Return the state before the first round, which has only the knowledge net."""
         server = super().init(world)
@@ -266,6 +276,7 @@ class RaFL(Method):
 
     # --- limits ----------------------------------------------------------------------------------
 
+    @override
     def fit(self, budget: Budget, world: World, rounding: Rounding = "floor") -> Arch:
         """Return the knowledge net paired with the largest private net within the limits.
 
@@ -320,20 +331,24 @@ class RaFL(Method):
             f"would work{alternative}."
         )
 
+    @override
     def training_step(self, world: World) -> TrainingStep:
         """Describe the local training step of a pair of nets, for counting its memory."""
         pair = world.family.at(joined(WHOLE, private_nets(world.family)[0])).whole
         job = Job(Client(0, Budget(share=1.0)), prefix(pair), 0)
         return self.learner(job, world).training_step(world.family.member(pair), world.precision)
 
+    @override
     def trainable_share(self, budget: Budget, world: World, rounding: Rounding = "floor") -> float:
         """Return 1, because no net is cut."""
         return 1.0
 
+    @override
     def runnable_share(self, budget: Budget, world: World) -> float:
         """Return 1, because no net is cut."""
         return 1.0
 
+    @override
     def key(self, budget: Budget, world: World) -> str:
         """Return the key of a budget's results in records.
 
@@ -344,6 +359,7 @@ class RaFL(Method):
             return "1.0"
         return str(float(macs_of(world.family, self.private_for(budget, world))))
 
+    @override
     def account(self, counts: Mapping[Budget, int], world: World) -> dict[str, Any]:
         """Return the utilisation of limits, the cost of pairs, and the devices over their limit.
 
@@ -395,10 +411,12 @@ class RaFL(Method):
 
     # --- a round ---------------------------------------------------------------------------------
 
+    @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         """Return the pair, which is one sub-model."""
         return [prefix(self.fit(client.budget, world))]
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         base = super().learner(job, world)
         keep = All() if self.keep_knowledge else Nothing()
@@ -425,6 +443,7 @@ class RaFL(Method):
         second = replace(mutual, learns=(knowledge,))
         return Phase(first, WithinVariant(private)), Phase(second, WithinVariant(knowledge))
 
+    @override
     def fold(self, server: Server, world: World) -> Fold:
         """Average the knowledge nets (equation 6).
 
@@ -436,6 +455,7 @@ class RaFL(Method):
         statistics: Literal["stored", "batch"] = "stored" if self.local.norm.tracks else "batch"
         return Teachers(mean, world, server, statistics, combined=self.ensemble, variant=WHOLE)
 
+    @override
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
         """Train the knowledge net on public samples (equation 7).
 
@@ -455,6 +475,7 @@ class RaFL(Method):
 
     # --- nets that clients keep ------------------------------------------------------------------
 
+    @override
     def resumed(self, job: Job, memory: ClientState | None, world: World) -> None:
         """Warn if a client starts a new private net because the planned architecture changed.
 
@@ -479,6 +500,7 @@ class RaFL(Method):
                 job.round + 1,
             )
 
+    @override
     def kept_nets(self, memory: ClientState, world: World) -> Mapping[str, Submodel]:
         """Return the private net of a client, and its last knowledge net if it keeps that too."""
         nets = {"private": private_net(world.family, private_name(memory.submodel))}
@@ -487,6 +509,7 @@ class RaFL(Method):
             nets["client_knowledge"] = knowledge
         return nets
 
+    @override
     def own(self, server: Server, client: Client, world: World) -> Submodels:
         """Return the private net of a client.
 
@@ -501,10 +524,12 @@ class RaFL(Method):
         name = private_name(memory.submodel) if memory else self.private_for(client.budget, world)
         return (private_net(world.family, name),)
 
+    @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         """Return the knowledge net, the only net that the server has."""
         return (prefix(knowledge_net(world.family)),)
 
+    @override
     def trial(self, family: Family) -> tuple[Family, tuple[Budget, ...]]:
         """Return a union of three nets cut from one family, and budgets for both private nets.
 

@@ -72,6 +72,7 @@ def warn_of_fixed_weights(world: World) -> None:
 
 
 def macs_of(family: Family, name: str) -> int:
+    """Return the multiply-adds of a net of a union, for one sample."""
     return family.member(family.at(name).whole).macs
 
 

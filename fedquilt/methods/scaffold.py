@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import ConfigError
@@ -37,6 +38,7 @@ class Corrected(Wrapping):
     value is 0 at the current weights. Reported losses are thus those of the other objective.
     """
 
+    @override
     def __call__(self, view: View) -> Tensor:
         loss = self.objective(view)
         control, client_control = view.slots[CONTROL], view.slots[CLIENT_CONTROL]
@@ -57,6 +59,7 @@ class ControlVariates(MethodState):
     slots_up: tuple[str, ...] = (CONTROL,)
     option: Option = "II"
 
+    @override
     def finish(self, trained: Trained) -> Left:
         """Return c_i⁺, which the client keeps, and c_i⁺ − c_i, which it sends."""
         control, client_control = trained.slots[CONTROL], trained.slots[CLIENT_CONTROL]
@@ -113,6 +116,7 @@ class Scaffold(Method):
             )
         refuse(self, problems)
 
+    @override
     def init(self, world: World) -> Server:
         """Return the state before the first round, with c = 0."""
         server = super().init(world)
@@ -122,6 +126,7 @@ class Scaffold(Method):
         }
         return replace(server, slots={CONTROL: zeros})
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         base = super().learner(job, world)
         (phase,) = base.phases
@@ -131,6 +136,7 @@ class Scaffold(Method):
             base, phases=(corrected,), state=ControlVariates(option=self.option), before=passes
         )
 
+    @override
     def fold(self, server: Server, world: World) -> Fold:
         """Average the weights with the server's learning rate, and add (c_i⁺ − c_i)/N to c."""
         if not world.num_clients:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.axes import Index
@@ -131,6 +132,7 @@ class SplitMix(Method):
                 self, "local", replace(self.local, adversarial=AdversarialTraining())
             )
 
+    @override
     def init(self, world: World) -> Server:
         if self.robust and not world.family.dual:
             raise ConfigError(
@@ -143,6 +145,7 @@ class SplitMix(Method):
         """Return the number of base nets, M."""
         return _whole(1 / self.base)
 
+    @override
     def initial(self, world: World) -> dict[str, Tensor]:
         """Cut every base net from a different random initialization of the whole net.
 
@@ -175,6 +178,7 @@ class SplitMix(Method):
             weights |= {_scope(index) + name: base_weights[name] for name in cut}
         return weights
 
+    @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         """Return the base nets that a client trains (algorithm 2).
 
@@ -192,6 +196,7 @@ class SplitMix(Method):
             for index in sorted([first, *(other_bases[index] for index in drawn_positions)])
         ]
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         """Return the local training of algorithm 3, or of algorithm 4 if `robust` is set.
 
@@ -199,10 +204,12 @@ class SplitMix(Method):
         """
         return replace(super().learner(job, world), class_rows=False)
 
+    @override
     def divisor(self, job: Job, world: World) -> float:
         """Return the share of a base net (A.3)."""
         return self.base
 
+    @override
     def candidates(self, server: Server, world: World) -> Submodels:
         """Return the base nets if they are to be sorted (algorithm 1, line 9).
 
@@ -212,6 +219,7 @@ class SplitMix(Method):
             return ()
         return tuple(self._base(index, world) for index in range(self.count))
 
+    @override
     def ranked(self, server: Server, scores: Sequence[float], world: World) -> Server:
         """Sort the base nets by accuracy, the best first (algorithm 1, line 9).
 
@@ -229,13 +237,16 @@ class SplitMix(Method):
         }
         return replace(server, weights=weights)
 
+    @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         """Return the first floor(R/r) base nets (algorithm 1, line 11)."""
         return tuple(self._base(index, world) for index in range(self.affordable(budget, world)))
 
+    @override
     def own(self, server: Server, client: Client, world: World) -> Submodels:
         return tuple(self._base(index, world) for index in range(self._trained(client, world)))
 
+    @override
     def trainable_share(self, budget: Budget, world: World, rounding: Rounding = "floor") -> float:
         """Return the sum of the shares of a client's base nets.
 
@@ -250,6 +261,7 @@ class SplitMix(Method):
             return super().trainable_share(budget, world, rounding)
         return self.base * self.affordable(budget, world, self._step_within(budget, world))
 
+    @override
     def runnable_share(self, budget: Budget, world: World) -> float:
         """Return the sum of the shares of the base nets that a device can run."""
         return self.base * self.affordable(budget, world)

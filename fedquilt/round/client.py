@@ -32,7 +32,7 @@ from fedquilt.round.client_state import (
 from fedquilt.round.federation import Federation
 from fedquilt.round.link import PERFECT, Transmission
 from fedquilt.round.training.learner import Learner
-from fedquilt.round.training.optimizers import OptimiserState, State
+from fedquilt.round.training.optimizers import OptimizerState, State
 from fedquilt.round.training.state import Left, Received, Trained
 from fedquilt.terms import (
     ClientState,
@@ -56,7 +56,7 @@ class Start:
     """Weights, optimizer slots and received bytes at the start of a client's round."""
 
     state: State
-    slots: OptimiserState | None  # Optimizer slots that it remembers. None: they are empty.
+    slots: OptimizerState | None  # Optimizer slots that it remembers. None: they are empty.
     steps: int  # Optimizer steps behind the slots.
     bytes: int  # Bytes that arrived.
     # Weights that server and client both know the client received. Empty unless a codec needs them.
@@ -72,6 +72,17 @@ class Start:
     def received(self) -> Received:
         """Return the weights and slots that do not change while the client trains."""
         return Received(self.state, self.state_slots)
+
+
+@dataclass(frozen=True)
+class AfterRound:
+    """Values that a client has after training and sending, from which it keeps a part."""
+
+    weights: State  # Trained weights by name, at least those that `names_kept` names.
+    optimizer_slots: OptimizerState  # Slots of its optimizer, by slot and name.
+    steps: int  # Its optimizer steps so far (`steps_behind`).
+    link_slots: Slots = field(default_factory=dict)  # Slots kept for the link (`Delivery.slots`).
+    left: Left = NOTHING_LEFT  # State of its method that it keeps (`kept_state`).
 
 
 @dataclass(frozen=True)
@@ -319,13 +330,9 @@ def remember(
     federation: Federation,
     job: Job,
     learner: Learner,
-    trained: State,
-    slots: OptimiserState,
-    steps: int,
-    kept: Slots,
+    after: AfterRound,
     memory: ClientState | None,
     initial: Weights,
-    left: Left = NOTHING_LEFT,
 ) -> ClientState | None:
     """Return the memory that a client keeps for its next round, or None if it keeps nothing.
 
@@ -335,22 +342,20 @@ def remember(
         federation: World, method and link.
         job: What the client was asked to train.
         learner: How it trained.
-        trained: Its weights after training, at least those that `names_kept` names.
-        slots: Its optimizer slots after training.
-        steps: Its optimizer steps so far (`steps_behind`).
-        kept: What it keeps because of the link (`Delivery.slots`).
-        memory: What it kept from earlier rounds.
-        initial: All weights before the first round.
-        left: What it keeps of its method's state (`kept_state`).
+        after: What it has after training and sending.
+        memory: What it kept from earlier rounds. None: nothing.
+        initial: All weights before the first round, by scope and name.
     """
     member = federation.world.family.member(job.submodel)
-    weights = {name: trained[name].clone() for name in names_kept(federation, learner, member)}
-    kept = {**kept, **left.kept}
-    if not weights and not kept and not left.kept_extras and not counts_steps(learner):
+    names = names_kept(federation, learner, member)
+    weights = {name: after.weights[name].clone() for name in names}
+    kept = {**after.link_slots, **after.left.kept}
+    extras = after.left.kept_extras
+    if not weights and not kept and not extras and not counts_steps(learner):
         return None
-    all_slots = {**slots, **kept} if learner.keep_slots else kept
-    counted = steps if counts_steps(learner) else 0
-    new = ClientState(job.submodel, weights, all_slots, counted, job.round, left.kept_extras)
+    all_slots = {**after.optimizer_slots, **kept} if learner.keep_slots else kept
+    counted = after.steps if counts_steps(learner) else 0
+    new = ClientState(job.submodel, weights, all_slots, counted, job.round, extras)
     if memory is None or not (weights or all_slots) or covers(new, memory):
         return new
     return joined_states(federation, memory, new, initial)

@@ -97,6 +97,7 @@ def steps_behind(memory: ClientState | None, learner: Learner, batches: int) -> 
 
 
 def counts_steps(learner: Learner) -> bool:
+    """Return True if optimizer slots or the merge depend on a client's steps in all rounds."""
     return learner.keep_slots or learner.counts_steps
 
 

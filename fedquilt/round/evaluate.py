@@ -46,12 +46,21 @@ EvaluatedOn = Literal["test", "validation"]
 class Evaluation:
     """Rounds, samples and metrics of a run's evaluation.
 
+    By default every round is evaluated. The model of each budget is tested on all test samples, and
+    the widest model also on each client's own test samples.
+
     `local_accuracy` is the accuracy of the widest model on a client's own test samples, averaged
     over clients. If the loss is masked by client, only the client's classes can be predicted. The
     code released with HeteroFL and FedRolex sets the logits of other classes to 0 instead, and
     predicts among all classes. `absent="zero"` gives their number. It is lower or equal if clients
     are tested on classes that they hold. Tasks whose main figure is not accuracy report that figure
     instead, such as `local_rmse`.
+
+    Example:
+        >>> import fedquilt as fq
+        >>> evaluation = fq.Evaluation(every=10, shares=(0.1,))
+        >>> [round for round in range(1, 26) if evaluation.due(round, rounds=25)]
+        [10, 20, 25]
     """
 
     # Rounds from one evaluation to the next. The last round is always evaluated. 0: only the last

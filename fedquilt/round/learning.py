@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.errors import DivergenceError
@@ -55,6 +56,7 @@ class Learnt:
 class EvaluatedLoss(LossPass):
     """Value of an objective with a net as it is evaluated, without dropout."""
 
+    @override
     def mode(self, local: LocalTraining) -> Pass:
         return Pass(train=False, statistics="stored" if local.norm.tracks else "batch")
 

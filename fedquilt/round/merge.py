@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.axes import Index
 from fedquilt.errors import ConfigError
@@ -30,10 +31,6 @@ from fedquilt.round.server_optimizers import (
 )
 from fedquilt.tensors import Flat
 from fedquilt.terms import Extras, Payload, Server, Submodel, Update, Weights
-
-if TYPE_CHECKING:
-    pass
-
 
 # --- server optimizers: an option of the mean ---------------------------------------------------
 
@@ -61,7 +58,7 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class Mean:
+class Mean(Fold):
     """Weighted mean, at each position, over the clients that held the position.
 
     Positions that no client held keep their value. With `paced`, each client's change is divided by
@@ -88,6 +85,7 @@ class Mean:
         self._old = server.weights
         return self
 
+    @override
     def add(self, update: Update) -> None:
         weight, effective_steps = (
             client_weight(update, self.weighting, self.cutter),
@@ -100,6 +98,7 @@ class Mean:
                 self._add(piece, payload.submodel, home, parts, scale)
             self._count(payload.submodel, home, payload.weights, weight, effective_steps)
 
+    @override
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
         weights = [client_weight(update, self.weighting, self.cutter) for update in updates]
         paces = [update.effective_steps if self.paced else 1.0 for update in updates]
@@ -174,6 +173,7 @@ class Mean:
         for index, value in enumerate((weight / effective_steps, weight, weight * effective_steps)):
             counts[index] += value
 
+    @override
     def join(self, other: Self) -> None:
         for key, other_sums in other._sums.items():
             for piece, parts in self._pieces(key.scope, other_sums.parts).items():
@@ -184,6 +184,7 @@ class Mean:
             for index, value in enumerate(sums):
                 counts[index] += value
 
+    @override
     def finish(self, server: Server) -> Merged:
         weights = dict(server.weights)
         slots = {slot: dict(values) for slot, values in server.slots.items()}
@@ -251,6 +252,7 @@ class Sum(Mean):
 
     scale: float = 1.0  # Factor of the sum
 
+    @override
     def finish(self, server: Server) -> Merged:
         weights = dict(server.weights)
         for piece, sums in self._sums.items():
@@ -260,7 +262,7 @@ class Sum(Mean):
 
 
 @dataclass
-class Stateful:
+class Stateful(Fold):
     """A fold for the weights, and one for each slot and extra that clients send.
 
     A slot has a tensor for every weight, so that any fold of weights can merge it. That fold gets
@@ -282,6 +284,7 @@ class Stateful:
                 f"{type(optimizer).__name__} has; another name would work."
             )
 
+    @override
     def add(self, update: Update) -> None:
         self.weights.add(update)
         for slot, fold in self.slots.items():
@@ -289,6 +292,7 @@ class Stateful:
         if self.extras is not None:
             self.extras.add(update)
 
+    @override
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
         self.weights.add_stack(updates, stacked)
         for slot, fold in self.slots.items():
@@ -302,6 +306,7 @@ class Stateful:
             for update in updates:
                 self.extras.add(update)
 
+    @override
     def join(self, other: Self) -> None:
         self.weights.join(other.weights)
         for slot, fold in self.slots.items():
@@ -309,6 +314,7 @@ class Stateful:
         if self.extras is not None and other.extras is not None:
             self.extras.join(other.extras)
 
+    @override
     def finish(self, server: Server) -> Merged:
         merged = self.weights.finish(server)
         slots = dict(merged.slots)
@@ -330,6 +336,7 @@ class ExtrasMean:
     _sums: dict[str, tuple[Tensor, float]] = field(default_factory=dict)  # Σ p·value and Σ p
 
     def add(self, update: Update) -> None:
+        """Add the extras of one update."""
         weight = client_weight(update, self.weighting, self.cutter)
         for name, value in update.extras.items():
             self._add(name, weight * value, weight)
@@ -339,6 +346,7 @@ class ExtrasMean:
         self._sums[name] = total + value, count + weight
 
     def join(self, other: Self) -> None:
+        """Add the partial sums of another worker."""
         for name, (value, weight) in other._sums.items():
             self._add(name, value, weight)
 

@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fedquilt.tasks import Task
-
-if TYPE_CHECKING:
-    pass
-
 
 Domain = tuple[int, str]  # The number of a domain, and its name.
 

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.checks import within
-
-if TYPE_CHECKING:
-    pass
 
 
 class ServerOptimizer(Protocol):
     """Contract of a server optimizer, which turns the mean change of clients into a step."""
 
     @property
-    def slots(self) -> tuple[str, ...]: ...
+    def slots(self) -> tuple[str, ...]:
+        """Return the names of the tensors that it keeps for every weight, such as `momentum`."""
+        ...
 
-    def step(
-        self, change: Tensor, slots: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]: ...
+    def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the step from the old weights, and the new slots.
+
+        Args:
+            change: (value,) Mean of the clients' weights minus the old weights.
+            slots: (value,) Slots of the last round by name. They start at zero.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -32,9 +37,11 @@ class Plain:
 
     @property
     def slots(self) -> tuple[str, ...]:
+        """Return nothing."""
         return ()
 
     def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the change itself."""
         return change, {}
 
 
@@ -50,9 +57,11 @@ class ServerMomentum:
 
     @property
     def slots(self) -> tuple[str, ...]:
+        """Return `momentum`."""
         return ("momentum",)
 
     def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return lr · v with the velocity v ← momentum · v + Δ, which is the new slot."""
         velocity = self.momentum * slots["momentum"] + change
         return self.lr * velocity, {"momentum": velocity}
 
@@ -80,9 +89,11 @@ class ServerAdam:
 
     @property
     def slots(self) -> tuple[str, ...]:
+        """Return `mean` (m) and `square` (v)."""
         return ("mean", "square")
 
     def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return η m / (√v + τ), and the new m and v."""
         mean = self.beta1 * slots["mean"] + (1 - self.beta1) * change
         square = self.mean_square(slots["square"], change.square())
         return self.lr * mean / (square.sqrt() + self.tau), {"mean": mean, "square": square}
@@ -109,7 +120,9 @@ class ServerYogi(ServerAdam):
 
     beta2: float = 0.99  # One minus the rate at which the mean square changes
 
+    @override
     def mean_square(self, square: Tensor, squared: Tensor) -> Tensor:
+        """Return the new mean square v. Arguments are those of `ServerAdam.mean_square`."""
         return square - (1 - self.beta2) * squared * torch.sign(square - squared)
 
 
@@ -121,7 +134,9 @@ class ServerStep:
 
     @property
     def slots(self) -> tuple[str, ...]:
+        """Return nothing."""
         return ()
 
     def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return lr · Δ."""
         return self.lr * change, {}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.round.federation import World
 from fedquilt.round.method import Method
@@ -32,6 +33,7 @@ class Students(Method):
     rate_factor: float = 1.0  # Factor of the learning rate in these steps
     ignores_budgets = True
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         return Learner(
             (Phase(self.objective),),

@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.family.member import Member
 from fedquilt.family.net import Pass
@@ -58,7 +59,7 @@ def net_outputs(
 
 
 @dataclass
-class Teachers:
+class Teachers(Fold):
     """A fold of weights that also runs every uploaded net on the public samples.
 
     Outputs are summed as updates arrive, so that memory does not grow with the cohort. With `each`,
@@ -82,15 +83,18 @@ class Teachers:
     _outputs: list[Tensor] = field(default_factory=list)
     _macs: int = 0
 
+    @override
     def add(self, update: Update) -> None:
         self.weights.add(update)
         self._ask(update)
 
+    @override
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
         self.weights.add_stack(updates, stacked)
         for update in updates:
             self._ask(update)
 
+    @override
     def join(self, other: Self) -> None:
         self.weights.join(other.weights)
         if other._sum is not None:
@@ -99,6 +103,7 @@ class Teachers:
         self._outputs += other._outputs
         self._macs += other._macs
 
+    @override
     def finish(self, server: Server) -> Merged:
         merged = self.weights.finish(server)
         outputs = {}

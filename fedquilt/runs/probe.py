@@ -27,7 +27,7 @@ from fedquilt.methods import Method
 from fedquilt.round.federation import World
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.state import Received
-from fedquilt.round.training.step import Batch, gradient, move
+from fedquilt.round.training.step import Batch, Step, gradient, move
 from fedquilt.terms import Arch, Budget, Client, Job
 
 
@@ -202,7 +202,7 @@ def _training_step(
         for phase in learner.phases_at(0):
             grads, _ = gradient(learner, member, phase.objective, state, Received(state), batch)
             state, slots = move(
-                learner, phase, state, slots, grads, learner.masks(member, phase, where), 0
+                learner, phase, state, slots, grads, learner.masks(member, phase, where), Step(0)
             )
         if where.type == "cuda":
             torch.cuda.synchronize(where)

@@ -31,7 +31,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Link:
-    """A connection in both directions. By default everything arrives exactly as it was sent."""
+    """A simulated connection between server and clients, in both directions.
+
+    It has three independent parts: a loss, a codec and a clock. Each may be left out. By default
+    everything arrives exactly as it was sent, and takes no time. Bytes are counted in any case.
+
+    A payload is first coded, and then sent through the loss. The random numbers of a transmission
+    depend on seed, client, round and direction alone, so that every engine loses the same values.
+
+    Example:
+        A link that sends changes of weights with 8 bits each, and takes the time of a mobile phone:
+
+        >>> import fedquilt as fq
+        >>> link = fq.Link(codec=fq.links.Codec(bits=8), clock=fq.links.Clock(down=20e6, up=10e6))
+        >>> print(link)
+        8 bits a value; 20 Mbit/s down, 10 Mbit/s up, 0.05 s each way
+        >>> link.lossy, fq.Link.preset("lossy-mild").lossy
+        (False, True)
+    """
 
     loss: Loss | None = None  # Model of lost values. None: nothing is lost
     # Codec of the change that is sent. None: weights are sent without coding

@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.checks import one_of, refuse, within
@@ -169,11 +170,13 @@ class Codec(BaseCodec):
         )
 
     @property
+    @override
     def neutral(self) -> bool:
         """Return True if all values are sent without coding."""
         return self.bits == 32 and self.keep == 1
 
     @property
+    @override
     def has_fixed_length(self) -> bool:
         return True
 
@@ -191,6 +194,7 @@ class Codec(BaseCodec):
         """Return True if a message has a seed."""
         return self.keep < 1 or self._rotates
 
+    @override
     def encode(self, change: Tensor, spec: ChangeSpec, keys: Keys) -> Tensor:
         """Return a change as bytes.
 
@@ -227,6 +231,7 @@ class Codec(BaseCodec):
         codes = (exact + dither).floor().clamp(0, 2**self.bits - 1).to(torch.uint8)
         return torch.cat([*pieces, ranges.reshape(-1).view(torch.uint8), pack(codes, self.bits)])
 
+    @override
     def decode(self, message: Tensor, spec: ChangeSpec) -> Tensor:
         """Return the change that a message describes. It is zero where the message has no value."""
         count = spec.count

@@ -1,8 +1,8 @@
-"""Links that fail: a payload is sent column by column, and all columns from the first failure on
-are lost.
+"""Links that lose columns: the first column that fails ends a transmission.
 
-This is the model of FedResCuE (Zhu et al., ICML 2022), section 3.3 and appendix A.3.4. What arrives
-is a payload with a smaller index.
+A payload is sent column by column, and all columns from the first failure on are lost. What arrives
+is a payload with a smaller index. This is the model of FedResCuE (Zhu et al., ICML 2022), section
+3.3 and appendix A.3.4.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.checks import outside, refuse, within
@@ -116,13 +117,16 @@ class ColumnLoss(Loss):
         )
 
     @property
+    @override
     def loses(self) -> bool:
         rates = self.rate if isinstance(self.rate, tuple) else (self.rate,)
         return any(rates) or bool(self.upto)
 
+    @override
     def check(self, num_clients: int) -> None:
         check_dealt(self, num_clients, "rate")
 
+    @override
     def rates(self, client: int, seed: int) -> tuple[float, float]:
         low = dealt(self.rate, client)
         return low, low if self.upto is None else self.upto

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.checks import one_of, within
@@ -109,6 +110,7 @@ class Wireless(Loss):
         )
         return f"columns lost by radio {distance_text}, {self.fading} fading"
 
+    @override
     def check(self, num_clients: int) -> None:
         if self.distances:
             check_dealt(self, num_clients, "distances")
@@ -122,6 +124,7 @@ class Wireless(Loss):
         # The square root makes clients uniform over the area of the disc.
         return max(1.0, self.radius * math.sqrt(float(fraction)))
 
+    @override
     def rates(self, client: int, seed: int) -> tuple[float, float]:
         outage = outage_rayleigh if self.fading == "rayleigh" else outage_poisson
         min_power = needed(self.bandwidth, self.noise + self.interference, self.min_rate)

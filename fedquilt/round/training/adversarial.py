@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.family.net import Pass
@@ -31,6 +32,7 @@ class Adversarial(Wrapping):
     how: AdversarialTraining = AdversarialTraining()  # Weight and attack
     raised: Objective = TaskLoss()  # Loss that the attack increases (algorithm 4, line 10)
 
+    @override
     def passes(self, member: Member) -> tuple[Passes, ...]:
         """Return the passes over clean and attacked samples, and those of the attack."""
         kinds = self._clean + self._noised
@@ -44,13 +46,16 @@ class Adversarial(Wrapping):
         )
 
     @property
+    @override
     def copies(self) -> frozenset[str]:
         return self.objective.copies | self.raised.copies
 
     @property
+    @override
     def reads_its_nets_alone(self) -> bool:
         return self.objective.reads_its_nets_alone and self.raised.reads_its_nets_alone
 
+    @override
     def __call__(self, view: View) -> Tensor:
         weight: float | Tensor = self.how.all[0]
         if self.how.draws:

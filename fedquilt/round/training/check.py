@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.errors import ConfigError, FedquiltError
 from fedquilt.errors.faults import is_out_of_memory
@@ -95,6 +96,7 @@ class _Checked(Objective):
     asked: str
     run: list[Member] = field(default_factory=list)
 
+    @override
     def nets(self, member: Member) -> tuple[Member, ...]:
         return self.objective.nets(member)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from fedquilt.family.member import Member
@@ -27,9 +28,11 @@ class Distilled(Objective):
 
     reads_its_nets_alone = True
 
+    @override
     def nets(self, member: Member) -> tuple[Member, ...]:
         return (net_at(member, self.share),)
 
+    @override
     def __call__(self, view: View) -> Tensor:
         assert view.taught is not None, (
             "a learner with `taught` has the logits from before the batch"
@@ -46,9 +49,11 @@ class FromTeacher(Objective):
 
     reads_its_nets_alone = True
 
+    @override
     def nets(self, member: Member) -> tuple[Member, ...]:
         return (member,)
 
+    @override
     def __call__(self, view: View) -> Tensor:
         assert view.taught is not None, "a learner with a `teacher` has its rows"
         return self.loss(view, view.logits(), view.taught)
@@ -72,6 +77,7 @@ class Imitation(FromTeacher):
     error for a regression.
     """
 
+    @override
     def loss(self, view: View, logits: Tensor, rows: Tensor) -> Tensor:
         divergences = view.task.divergences(logits, rows, view.targets)
         return divergences.sum() / view.task.counted(view.targets).sum().clamp(min=1)
@@ -84,5 +90,6 @@ class SoftLabels(FromTeacher):
     A row of zeros has no effect.
     """
 
+    @override
     def loss(self, view: View, logits: Tensor, rows: Tensor) -> Tensor:
         return -(rows * logits.log_softmax(1)).sum(1).mean()

@@ -20,7 +20,7 @@ from fedquilt.round.training.batches import itinerary
 from fedquilt.round.training.filters import All, Filter, Nothing
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import Objective, TaskLoss
-from fedquilt.round.training.optimizers import OptimiserState, State
+from fedquilt.round.training.optimizers import OptimizerState, State
 from fedquilt.round.training.passes import ClientPass
 from fedquilt.round.training.public import num_drawn
 from fedquilt.round.training.regions import Everywhere, Region, masks_of
@@ -343,7 +343,7 @@ class Learner:
             net_passes.macs for phase in phases for net_passes in phase.objective.passes(member)
         )
 
-    def start_slots(self, weights: State, member: Member) -> OptimiserState:
+    def start_slots(self, weights: State, member: Member) -> OptimizerState:
         """Return optimizer slots filled with zeros."""
         return {
             slot: {name: torch.zeros_like(weights[name]) for name in member.trainable}

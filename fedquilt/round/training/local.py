@@ -29,7 +29,17 @@ Masked = Literal["", "client", "batch"]
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Settings of local training, the same for every method."""
+    """Settings of local training, which every method has as `local`.
+
+    A client trains `epochs` times over its samples in every round. It shuffles them in each epoch,
+    and takes one optimizer step per batch. `Method.with_local` changes settings of a method.
+
+    Example:
+        >>> import fedquilt as fq
+        >>> local = fq.LocalTraining(optimizer=fq.optimizers.Adam(), epochs=2)
+        >>> local.changed(lr=0.01, batch_size=64).optimizer.lr
+        0.01
+    """
 
     optimizer: SGD | Adam | AdamW = SGD()  # Optimizer that clients use
     # Schedule of the learning rate over the rounds
@@ -91,7 +101,7 @@ class LocalTraining:
         """Return the settings with some of them changed.
 
         Args:
-            **changes: New values by field. `lr` stands for the learning rate of the optimizer.
+            **changes: New values by field. `lr` is short for the learning rate of the optimizer.
         """
         names = [field.name for field in fields(self)]
         for name in changes:

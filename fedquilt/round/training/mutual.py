@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.checks import one_of, within
 from fedquilt.round.training.objectives import Passes, Wrapping, together
@@ -56,6 +57,7 @@ class Mutual(Wrapping):
         """Return the variants that learn."""
         return self.learns or self.pair
 
+    @override
     def nets(self, member: Member) -> tuple[Member, ...]:
         pair = [member.at(variant) for variant in self.pair]
         wrapped = [
@@ -63,6 +65,7 @@ class Mutual(Wrapping):
         ]
         return tuple(dict.fromkeys((*pair, *wrapped)))
 
+    @override
     def passes(self, member: Member) -> tuple[Passes, ...]:
         """Return the passes of both nets. A fixed teacher only runs forward."""
         passes: list[Passes] = []
@@ -74,6 +77,7 @@ class Mutual(Wrapping):
                 passes.append(Passes(net, backward=0, saved=0))
         return together(passes)
 
+    @override
     def __call__(self, view: View) -> Tensor:
         losses: list[Tensor] = []
         for variant in self.students:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.checks import within
 from fedquilt.errors import ConfigError
@@ -113,9 +114,11 @@ class TaskLoss(Objective):
 
     reads_its_nets_alone = True
 
+    @override
     def nets(self, member: Member) -> tuple[Member, ...]:
         return (net_at(member, self.share),)
 
+    @override
     def __call__(self, view: View) -> Tensor:
         return view.loss(view.logits(net_at(view.member, self.share)))
 
@@ -134,9 +137,11 @@ class MaskedCrossEntropy(Objective):
 
     reads_its_nets_alone = True
 
+    @override
     def nets(self, member: Member) -> tuple[Member, ...]:
         return (net_at(member, self.share),)
 
+    @override
     def __call__(self, view: View) -> Tensor:
         logits = view.logits(net_at(view.member, self.share))
         if not view.task.has_classes:
@@ -173,13 +178,16 @@ class Wrapping(Objective):
     # Objective that is wrapped. It is not a key in settings, because local training sets it.
     objective: Objective = field(default=TaskLoss(), metadata={"setting": False})
 
+    @override
     def nets(self, member: Member) -> tuple[Member, ...]:
         return self.objective.nets(member)
 
+    @override
     def passes(self, member: Member) -> tuple[Passes, ...]:
         return self.objective.passes(member)
 
     @property
+    @override
     def copies(self) -> frozenset[str]:
         return self.objective.copies
 
@@ -194,9 +202,11 @@ class Proximal(Wrapping):
         within(self, mu="[0, inf)")
 
     @property
+    @override
     def copies(self) -> frozenset[str]:
         return self.objective.copies | ({RECEIVED} if self.mu else frozenset())
 
+    @override
     def __call__(self, view: View) -> Tensor:
         loss = self.objective(view)
         if not self.mu:
@@ -214,11 +224,13 @@ class Summed(Objective):
 
     objectives: tuple[Objective, ...]
 
+    @override
     def nets(self, member: Member) -> tuple[Member, ...]:
         return tuple(
             dict.fromkeys(net for objective in self.objectives for net in objective.nets(member))
         )
 
+    @override
     def passes(self, member: Member) -> tuple[Passes, ...]:
         """Return the passes of all objectives. A net that several run on the batch runs once."""
         return together(
@@ -226,17 +238,21 @@ class Summed(Objective):
         )
 
     @property
+    @override
     def copies(self) -> frozenset[str]:
         return frozenset[str]().union(*(objective.copies for objective in self.objectives))
 
     @property
+    @override
     def terms(self) -> tuple[Objective, ...]:
         return tuple(term for objective in self.objectives for term in objective.terms)
 
     @property
+    @override
     def reads_its_nets_alone(self) -> bool:
         return all(objective.reads_its_nets_alone for objective in self.objectives)
 
+    @override
     def __call__(self, view: View) -> Tensor:
         return torch.stack([objective(view) for objective in self.objectives]).sum()
 

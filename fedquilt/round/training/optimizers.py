@@ -14,7 +14,7 @@ from fedquilt.checks import within
 from fedquilt.errors import ConfigError
 
 State = dict[str, Tensor]
-OptimiserState = dict[str, State]
+OptimizerState = dict[str, State]
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
@@ -31,11 +31,23 @@ class Optimizer(Protocol):
     ages: ClassVar[bool]  # True: a step depends on the number of steps before it
 
     @property
-    def slots(self) -> tuple[str, ...]: ...
+    def slots(self) -> tuple[str, ...]:
+        """Return the names of the tensors that it keeps for every weight, such as `momentum`."""
+        ...
 
     def update(
-        self, weights: State, slots: OptimiserState, grads: State, lr: float | Tensor, step: int
-    ) -> tuple[State, OptimiserState]: ...
+        self, weights: State, slots: OptimizerState, grads: State, lr: float | Tensor, step: int
+    ) -> tuple[State, OptimizerState]:
+        """Return new weights and slots. Arguments are not modified.
+
+        Args:
+            weights: Weights by name. Those without a gradient are ignored.
+            slots: Tensors of the optimizer, by slot and name.
+            grads: Gradients by name.
+            lr: Learning rate: a number, or () or (client,) in a tensor.
+            step: Number of steps before this one. It has no effect unless `ages` is True.
+        """
+        ...
 
     def update_(
         self,
@@ -55,7 +67,15 @@ class Optimizer(Protocol):
             step: () Number of this step, counted from 1.
         """
 
-    def effective_steps(self, factors: Sequence[float], lr: float, mu: float) -> float: ...
+    def effective_steps(self, factors: Sequence[float], lr: float, mu: float) -> float:
+        """Return FedNova's effective step count ‖a_i‖₁ of a client's round.
+
+        Args:
+            factors: Factor of the learning rate in each step. 1 has no effect.
+            lr: Learning rate η of the round.
+            mu: Weight of the proximal term. 0: none.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -80,16 +100,18 @@ class SGD:
 
     @property
     def slots(self) -> tuple[str, ...]:
+        """Return `momentum`, or nothing if there is no momentum."""
         return ("momentum",) if self.momentum else ()
 
     def update(
-        self, weights: State, slots: OptimiserState, grads: State, lr: float | Tensor, step: int
-    ) -> tuple[State, OptimiserState]:
+        self, weights: State, slots: OptimizerState, grads: State, lr: float | Tensor, step: int
+    ) -> tuple[State, OptimizerState]:
+        """Return new weights and slots, as `Optimizer.update` describes."""
         names = list(grads)
         change, values = [grads[n] for n in names], [weights[n] for n in names]
         if self.weight_decay:
             change = list(torch._foreach_add(change, values, alpha=self.weight_decay))
-        new_slots: OptimiserState = {}
+        new_slots: OptimizerState = {}
         if self.momentum:
             buffers = list(torch._foreach_mul([slots["momentum"][n] for n in names], self.momentum))
             torch._foreach_add_(buffers, change)
@@ -113,6 +135,7 @@ class SGD:
         lr: Tensor,
         step: Tensor,
     ) -> None:
+        """Update tensors in-place and in one kernel, as `Optimizer.update_` describes."""
         torch._fused_sgd_(
             weights,
             grads,
@@ -175,11 +198,13 @@ class Adam:
 
     @property
     def slots(self) -> tuple[str, ...]:
+        """Return `mean` and `square`, the running means of gradients and of their squares."""
         return ("mean", "square")
 
     def update(
-        self, weights: State, slots: OptimiserState, grads: State, lr: float | Tensor, step: int
-    ) -> tuple[State, OptimiserState]:
+        self, weights: State, slots: OptimizerState, grads: State, lr: float | Tensor, step: int
+    ) -> tuple[State, OptimizerState]:
+        """Return new weights and slots, as `Optimizer.update` describes."""
         names = list(grads)
         values, change = self._decayed([weights[n] for n in names], [grads[n] for n in names], lr)
         means = torch._foreach_lerp([slots["mean"][n] for n in names], change, 1 - self.beta1)
@@ -217,6 +242,7 @@ class Adam:
         lr: Tensor,
         step: Tensor,
     ) -> None:
+        """Update tensors in-place and in one kernel, as `Optimizer.update_` describes."""
         self._fused(
             weights,
             grads,
@@ -238,6 +264,7 @@ class Adam:
         return torch._fused_adam_
 
     def effective_steps(self, factors: Sequence[float], lr: float, mu: float) -> float:
+        """Raise an error, because FedNova's count is defined for SGD only."""
         raise ConfigError(
             f"FedNova was asked to normalize steps of {type(self).__name__}; its effective step "
             "count is defined for "

@@ -12,9 +12,11 @@ Decay = Literal["constant", "cosine", "linear"]
 
 
 class Schedule(Protocol):
-    """Contract of a schedule: the factor of the learning rate in a round, counted from 0."""
+    """Contract of a schedule of the learning rate over the rounds of a run."""
 
-    def __call__(self, round: int) -> float: ...
+    def __call__(self, round: int) -> float:
+        """Return the factor of the learning rate in a round, counted from 0."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Constant:
     """The same learning rate in every round."""
 
     def __call__(self, round: int) -> float:
+        """Return 1."""
         return 1.0
 
 
@@ -36,6 +39,7 @@ class Steps:
         within(self, milestones="[0, inf)", factor="(0, inf)")
 
     def __call__(self, round: int) -> float:
+        """Return `factor` to the power of the number of milestones so far."""
         return self.factor ** sum(round >= milestone for milestone in self.milestones)
 
 
@@ -49,6 +53,7 @@ class Cosine:
         within(self, rounds="[1, inf)")
 
     def __call__(self, round: int) -> float:
+        """Return (1 + cos(π · round / rounds)) / 2, and 0 after `rounds`."""
         return _half_cosine(min(round, self.rounds), self.rounds)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from fedquilt.family.net import Pass
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import Objective
-from fedquilt.round.training.optimizers import OptimiserState, State
+from fedquilt.round.training.optimizers import OptimizerState, State
 from fedquilt.round.training.passes import ClientPass
 from fedquilt.round.training.state import Received
 from fedquilt.round.training.view import View
@@ -211,16 +211,23 @@ def laid_gradient(
     return grads, (losses, {})
 
 
+class Step(NamedTuple):
+    """Number and learning rate of one optimizer step."""
+
+    number: int  # Number of the client's optimizer steps before this one.
+    # Learning rate of the batch, or (client,) those of a stack. None: that of the round.
+    rate: float | Tensor | None = None
+
+
 def move(
     learner: Learner,
     phase: Phase,
     state: State,
-    slots: OptimiserState,
+    slots: OptimizerState,
     grads: State,
     masks: Mapping[str, Tensor | bool],
-    step: int,
-    rate: float | Tensor | None = None,
-) -> tuple[State, OptimiserState]:
+    step: Step,
+) -> tuple[State, OptimizerState]:
     """Apply the gradient of a phase at the positions that the phase may change.
 
     At other positions, weights *and slots* keep their exact values. It would not be enough to mask
@@ -233,8 +240,7 @@ def move(
         slots: Slots of the optimizer.
         grads: Gradients by name.
         masks: Masks of the positions that may change, by name.
-        step: Number of optimizer steps before this one.
-        rate: Learning rate of this batch, or (client,) those of a stack. None: that of the round.
+        step: Number of the step, and its learning rate.
     """
     if phase.freeze == "gradient":
         grads = {name: g if masks[name] is True else g * masks[name] for name, g in grads.items()}
@@ -242,8 +248,8 @@ def move(
     free = {name: g for name, g in grads.items() if masks[name] is not False}
     if not free:
         return state, slots
-    lr = learner.lr if rate is None else rate
-    moved, new_slots = learner.local.optimizer.update(state, slots, free, lr, step)
+    lr = learner.lr if step.rate is None else step.rate
+    moved, new_slots = learner.local.optimizer.update(state, slots, free, lr, step.number)
     for name in free:
         mask = masks[name]
         if isinstance(mask, Tensor):

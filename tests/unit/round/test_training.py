@@ -33,7 +33,7 @@ from fedquilt.round.training.optimizers import SGD, Adam, AdamW, State
 from fedquilt.round.training.regions import Between, Everywhere, Part
 from fedquilt.round.training.schedules import Constant, Cosine, Steps
 from fedquilt.round.training.state import Received
-from fedquilt.round.training.step import Batch, clipped, gradient, move, train_pass
+from fedquilt.round.training.step import Batch, Step, clipped, gradient, move, train_pass
 from fedquilt.round.training.view import View
 from fedquilt.terms import Arch, Job
 from tests.conftest import with_local
@@ -90,7 +90,7 @@ def take_steps(
             grads, _ = gradient(learner, member, phase.objective, state, Received(received), batch)
             grads = clipped(grads, learner.local.optimizer.clip)
             masks = learner.masks(member, phase, CPU)
-            state, slots = move(learner, phase, state, slots, grads, masks, count)
+            state, slots = move(learner, phase, state, slots, grads, masks, Step(count))
             count += 1
     return state, slots
 
@@ -479,7 +479,7 @@ def test_a_phase_leaves_what_it_may_not_move_bit_for_bit(optimizer, share, perce
         learner, perceptron.member(arch), phase.objective, state, Received(state), batch_of(4, 1)
     )
     masks = learner.masks(perceptron.member(arch), phase, CPU)
-    moved, after = move(learner, phase, state, slots, grads, masks, step=1)
+    moved, after = move(learner, phase, state, slots, grads, masks, Step(1))
     for name in perceptron.trainable:
         frozen = ~masks[name]
         assert torch.equal(moved[name][frozen], state[name][frozen])
@@ -504,7 +504,7 @@ def test_a_weight_that_may_not_move_at_all_is_not_touched(residual):
     slots = learner.start_slots(state, residual.member(residual.whole))
     grads = {name: torch.ones_like(state[name]) for name in residual.trainable}
     masks = learner.masks(residual.member(residual.whole), Phase(moves=Part("norm")), CPU)
-    moved, after = move(learner, Phase(), state, slots, grads, masks, 0)
+    moved, after = move(learner, Phase(), state, slots, grads, masks, Step(0))
     for name in residual.trainable:
         assert torch.equal(moved[name], state[name]) != (name in residual.parts["norm"])
         assert torch.equal(after["momentum"][name], slots["momentum"][name]) != (
@@ -518,7 +518,9 @@ def test_a_phase_that_may_move_nothing_moves_nothing(perceptron):
         learner, state = learner_of(optimizer=optimizer), doubles(perceptron)
         slots = learner.start_slots(state, perceptron.member(perceptron.whole))
         grads = {name: torch.ones_like(state[name]) for name in perceptron.trainable}
-        moved, after = move(learner, Phase(), state, slots, grads, dict.fromkeys(grads, False), 0)
+        moved, after = move(
+            learner, Phase(), state, slots, grads, dict.fromkeys(grads, False), Step(0)
+        )
         assert all(moved[name] is state[name] for name in state)
         assert all(after[slot][name] is slots[slot][name] for slot in slots for name in grads)
 
