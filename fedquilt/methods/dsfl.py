@@ -88,12 +88,12 @@ class PredictionsMean(ExtrasMean):
     @override
     def finish(self, server: Server) -> Extras:
         extras = super().finish(server)
-        if not self.has_answers or self.temperature is None:
+        if not self.has_predictions or self.temperature is None:
             return extras
         return {**extras, PREDICTIONS: sharpened(extras[PREDICTIONS], self.temperature)}
 
     @property
-    def has_answers(self) -> bool:
+    def has_predictions(self) -> bool:
         """Return True if at least one client has sent predictions."""
         return PREDICTIONS in self._sums
 
@@ -110,7 +110,7 @@ class PredictionsFold(Stateful):
     @override
     def finish(self, server: Server) -> Merged:
         merged = super().finish(server)
-        if self.extras is None or not self.extras.has_answers:
+        if self.extras is None or not self.extras.has_predictions:
             return merged
         extras = dict(merged.extras)
         if PREDICTIONS + ROUND in extras:

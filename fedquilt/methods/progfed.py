@@ -490,7 +490,7 @@ class ProgFed(Method):
 class OfVariants(Wrapping):
     """Sum of another objective's losses over several variants of the client's net."""
 
-    variants: tuple[str, ...] = (WHOLE,)
+    variants: tuple[str, ...] = (WHOLE,)  # Variants that are run, each once.
 
     def _nets(self, member: Member) -> list[Member]:
         return [member.at(variant) for variant in self.variants]

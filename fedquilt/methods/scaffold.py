@@ -57,7 +57,7 @@ class ControlVariates(MethodState):
     slots_down: tuple[str, ...] = (CONTROL,)
     slots_kept: tuple[str, ...] = (CLIENT_CONTROL,)
     slots_up: tuple[str, ...] = (CONTROL,)
-    option: Option = "II"
+    option: Option = "II"  # Update of c_i, as in `Scaffold`.
 
     @override
     def finish(self, trained: Trained) -> Left:

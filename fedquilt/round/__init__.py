@@ -113,8 +113,8 @@ class RoundResult:
 
     server: Server  # New state, still with the memories of the round before.
     memory: Mapping[tuple[int, str], ClientState]  # Memories that changed, by client and scope.
-    record: Record
-    late: Mapping[int, float]  # Least seconds that each client takes that missed the deadline.
+    record: Record  # Figures of the round.
+    late: Mapping[int, float]  # By client that missed the deadline, the least seconds it takes.
 
 
 def run_round(

@@ -55,7 +55,7 @@ NOTHING_LEFT = Left()
 class Start:
     """Weights, optimizer slots and received bytes at the start of a client's round."""
 
-    state: State
+    state: State  # Weights that training starts from, by name.
     slots: OptimizerState | None  # Optimizer slots that it remembers. None: they are empty.
     steps: int  # Optimizer steps behind the slots.
     bytes: int  # Bytes that arrived.

@@ -104,18 +104,33 @@ def counts_steps(learner: Learner) -> bool:
 def recalled(
     federation: Federation, job: Job, slot: str, like: Weights, memory: ClientState | None
 ) -> dict[str, Tensor]:
-    """Return a slot of a client's memory at a job's positions, zero where it has nothing."""
-    recalled = {name: torch.zeros_like(value) for name, value in like.items()}
+    """Return a slot of a client's memory at a job's positions, zero where it has nothing.
+
+    Args:
+        federation: World, method and link.
+        job: It has the positions.
+        slot: Name of the slot.
+        like: Tensors whose names, shapes and types the result has.
+        memory: What the client kept from earlier rounds. None: nothing.
+    """
+    values = {name: torch.zeros_like(value) for name, value in like.items()}
     if memory and slot in memory.slots:
         source = memory.slots[slot], memory.submodel.held
-        recalled = federation.world.family.cutter.overlay(recalled, job.submodel.held, *source)
-    return recalled
+        values = federation.world.family.cutter.overlay(values, job.submodel.held, *source)
+    return values
 
 
 def joined_states(
     federation: Federation, old: ClientState, new: ClientState, initial: Weights
 ) -> ClientState:
-    """Join two memories by global position. Where they overlap, the new one replaces the old."""
+    """Join two memories by global position. Where they overlap, the new one replaces the old.
+
+    Args:
+        federation: World, method and link.
+        old: What the client kept from earlier rounds.
+        new: What it keeps of this round.
+        initial: All weights before the first round, by scope and name.
+    """
     family = federation.world.family
     cutter = family.cutter
     index = cutter.union(old.submodel.index, new.submodel.index)

@@ -141,7 +141,13 @@ def ready(
 def cut_nets(
     federation: Federation, server: Server, submodels: Sequence[Submodel]
 ) -> dict[Submodel, dict[str, Tensor]]:
-    """Return those weights and norm statistics of sub-models that the server's state has."""
+    """Return those weights and norm statistics of sub-models that the server's state has.
+
+    Args:
+        federation: World, method and link.
+        server: State to cut from.
+        submodels: Sub-models to cut.
+    """
     family = federation.world.family
     cuts = {}
     for submodel in submodels:

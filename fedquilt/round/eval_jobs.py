@@ -33,7 +33,7 @@ class EvalJob:
     """
 
     label: str  # Key of the result, such as a share.
-    nets: Submodels
+    nets: Submodels  # Nets to test. Logits of several are averaged.
     weights: Weights  # Already cut, by scope and name.
     # Client whose own test samples are used, if clients have some. None: all test samples.
     client: int | None = None
@@ -51,9 +51,9 @@ class EvalJob:
 class EvalSpec:
     """Nets without their positions, the mode in which they run, and an attack on their samples."""
 
-    nets: Submodels
-    mode: Pass
-    attack: PGD | None = None
+    nets: Submodels  # Nets to run, without positions.
+    mode: Pass  # How they run.
+    attack: PGD | None = None  # Attack on the samples. None: they stay unchanged.
     training: bool = False  # True: rows are those of the training set, not of the test set.
 
     def inputs(
@@ -74,11 +74,9 @@ class EvalSpec:
         if self.attack is None:
             return inputs
         assert drawn is not None, "an attack starts somewhere"
-        mode = (
-            replace(self.mode, statistics="batch")
-            if self.mode.statistics == "measure"
-            else self.mode
-        )
+        mode = self.mode
+        if mode.statistics == "measure":
+            mode = replace(mode, statistics="batch")
 
         def loss(x: Tensor) -> Tensor:
             return world.task.mean_loss(mixed(world.family, self.nets, weights, x, mode), targets)
@@ -90,7 +88,14 @@ class EvalSpec:
     ) -> Tensor:
         """Return the mean of the nets' logits, with classes in dimension 1.
 
-        The function is pure and may be vmapped. Arguments are those of `inputs`.
+        The function is pure and may be vmapped.
+
+        Args:
+            world: Family and task.
+            weights: Weights of the nets, by scope and name.
+            inputs: (sample, …) Samples.
+            targets: (sample, …) Their targets, which an attack needs.
+            drawn: Starting point of the attack (`drawn`). None: there is no attack.
         """
         net_inputs = self.inputs(world, weights, inputs, targets, drawn)
         return mixed(world.family, self.nets, weights, net_inputs, self.mode)
@@ -100,7 +105,14 @@ class EvalSpec:
     ) -> dict[str, Tensor]:
         """Return the norm statistics that the only net sees.
 
-        The function is pure and may be vmapped. Arguments are those of `inputs`.
+        The function is pure and may be vmapped.
+
+        Args:
+            world: Family and task.
+            weights: Weights of the nets, by scope and name.
+            inputs: (sample, …) Samples.
+            targets: (sample, …) Their targets, which an attack needs.
+            drawn: Starting point of the attack (`drawn`). None: there is no attack.
         """
         net_inputs = self.inputs(world, weights, inputs, targets, drawn)
         return world.family.member(self.nets[0]).net(weights, net_inputs, self.mode)[1]

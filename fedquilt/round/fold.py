@@ -69,9 +69,9 @@ class Fold(Protocol):
 class Merged(NamedTuple):
     """The server's tensors after a round."""
 
-    weights: Weights
-    slots: Slots = MappingProxyType({})  # By slot, scope and name.
-    extras: Extras = MappingProxyType({})
+    weights: Weights  # All weights of the server, by scope and name.
+    slots: Slots = MappingProxyType({})  # Slots of the server, by slot, scope and name.
+    extras: Extras = MappingProxyType({})  # Extras of the server, by name.
     # Outputs of teachers on public samples. They are not part of the server's state.
     outputs: Extras = MappingProxyType({})
     macs: int = 0  # Multiply-adds that the server spent on these outputs.

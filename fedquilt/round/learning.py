@@ -66,8 +66,9 @@ class _Progress:
     """Weights, optimizer state and best result of one student."""
 
     weights: Weights  # By scope and name
-    best: float
-    best_weights: Weights
+    best: float  # Smallest loss so far
+    best_weights: Weights  # Weights that had it
+    # State of the student's optimizer, by client and scope
     memory: dict[tuple[int, str], ClientState] = field(default_factory=dict)
     failures: int = 0  # Comparisons in a row without progress
 

@@ -52,7 +52,7 @@ class Piece(NamedTuple):
     because the calls cost more than the arithmetic.
     """
 
-    scope: str
+    scope: str  # Prefix of the weights' names in the state. Empty for most methods.
     is_measured: bool  # Norm statistics are averaged apart from the weights that were learnt.
     name: str  # Name of a large weight on a CPU. Empty for a piece of many weights.
 
@@ -66,8 +66,8 @@ class Mean(Fold):
     a_i = 1 for all clients, that is the plain mean.
     """
 
-    cutter: Cutter
-    weighting: Weighting = "uniform"  # What a client's weight depends on.
+    cutter: Cutter  # It knows which positions of the server's weights a sub-model has.
+    weighting: Weighting = "uniform"  # Weights of clients. `client_weight` explains them.
     optimizer: ServerOptimizer = Plain()  # Optimizer that steps towards the mean.
     paced: bool = False  # True: changes are divided by effective step counts.
     # Names of norm statistics. They are measured and not trained, so that neither `paced` nor
@@ -272,8 +272,8 @@ class Stateful(Fold):
         fold = Stateful(mean, {"control": change})
     """
 
-    weights: Fold
-    slots: Mapping[str, Fold] = field(default_factory=dict)
+    weights: Fold  # Fold of the weights.
+    slots: Mapping[str, Fold] = field(default_factory=dict)  # Fold of each slot, by its name.
     extras: ExtrasMean | None = None  # None: the server's extras do not change.
 
     def __post_init__(self) -> None:
@@ -331,8 +331,8 @@ class ExtrasMean:
     An extra that no client sent does not change.
     """
 
-    cutter: Cutter
-    weighting: Weighting = "uniform"
+    cutter: Cutter  # It counts kernels for `weighting`.
+    weighting: Weighting = "uniform"  # Weights of clients. `client_weight` explains them.
     _sums: dict[str, tuple[Tensor, float]] = field(default_factory=dict)  # Σ p·value and Σ p
 
     def add(self, update: Update) -> None:

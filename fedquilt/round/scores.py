@@ -90,12 +90,10 @@ def main_by_label(scores: Iterable[Score], task: Task) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Grades:
-    """Every metric by name and then by share, and the name of the main one.
+    """Every metric of an evaluation by name and share, and the name of the main one."""
 
-    An empty name means that nothing was evaluated.
-    """
-
-    main: str = ""
+    main: str = ""  # Name of the task's main metric. Empty: nothing was evaluated.
+    # Values by the name of a metric, and then by the label of a share.
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     # Main figure by share on validation samples. Empty if clients hold back none, or if all figures
     # are those of validation samples.

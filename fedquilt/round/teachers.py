@@ -70,7 +70,7 @@ class Teachers(Fold):
     """
 
     weights: Fold  # Fold of the weights
-    world: World
+    world: World  # Family, precision and public samples
     server: Server  # State that the clients started from
     # Statistics that norms use: tracked ones, or those of a batch
     statistics: Literal["stored", "batch"] = "batch"

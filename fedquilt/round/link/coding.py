@@ -160,10 +160,10 @@ def _check_tensor(
 class _Trial(NamedTuple):
     """A change that a codec is tried on."""
 
-    name: str
-    change: Tensor
-    spec: ChangeSpec
-    keys: Keys
+    name: str  # Description of the change, for messages.
+    change: Tensor  # (value,)
+    spec: ChangeSpec  # Shapes, type and device of the change.
+    keys: Keys  # Random keys of the message.
 
 
 def check_codec(codec: BaseCodec, world: World, lossy: bool, device: torch.device = CPU) -> None:

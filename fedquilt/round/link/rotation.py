@@ -43,7 +43,16 @@ def rotate(values: Tensor, lengths: Sequence[int], seed: Tensor) -> Tensor:
 
 
 def unrotate(rotated: Tensor, lengths: Sequence[int], seed: Tensor) -> Tensor:
-    """Return the change that `rotate` was given. The arguments are those of `rotate`."""
+    """Return the change that `rotate` was given.
+
+    Args:
+        rotated: (padded value,) The rotated tensors, one after the other.
+        lengths: Number of values of every tensor before it was padded.
+        seed: () Seed of the random signs.
+
+    Returns:
+        (value,) The tensors, one after the other.
+    """
     sizes = [padded(length) for length in lengths]
     values = _transformed(rotated, sizes) * _signs(seed, rotated)
     return values[_places(lengths, sizes, rotated.device)]

@@ -21,8 +21,8 @@ FIRST_CODEC_KEY = 2
 class Transmission:
     """Client, round and direction of a message, whose hashes are the link's random numbers."""
 
-    world: World
-    job: Job
+    world: World  # It has the random seed.
+    job: Job  # It has client, round and scope.
     up: bool = False  # True: from client to server.
 
     def key(self, what: int) -> int:

@@ -81,7 +81,7 @@ def check_objectives(
 class _Recording(View):
     """A view that records the nets that are run."""
 
-    run: list[Member] = field(default_factory=list)
+    run: list[Member] = field(default_factory=list)  # Nets in the order of their runs
 
     def _run(self, net: Member) -> Tensor:
         self.run.append(net)
@@ -92,9 +92,9 @@ class _Recording(View):
 class _Checked(Objective):
     """A wrapper that checks an objective's loss and records the nets that it runs."""
 
-    objective: Objective
-    asked: str
-    run: list[Member] = field(default_factory=list)
+    objective: Objective  # Objective that is checked
+    asked: str  # Beginning of error messages: what was asked for
+    run: list[Member] = field(default_factory=list)  # Nets in the order of their runs
 
     @override
     def nets(self, member: Member) -> tuple[Member, ...]:

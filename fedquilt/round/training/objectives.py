@@ -30,7 +30,7 @@ RECEIVED = "received"  # Name of the copy of the weights that the round started 
 class Passes:
     """Number of times that one step of an objective runs a net, and what it keeps in memory."""
 
-    net: Member
+    net: Member  # Net that is run.
     forward: int = 1  # Forward passes.
     backward: int = 1  # Backward passes to the weights. Each costs two forward passes.
     to_samples: int = 0  # Backward passes to the samples only. Each costs one forward pass.
@@ -222,7 +222,7 @@ class Proximal(Wrapping):
 class Summed(Objective):
     """Sum of several objectives, as slimmable training (Yu et al. 2018) has over widths."""
 
-    objectives: tuple[Objective, ...]
+    objectives: tuple[Objective, ...]  # Terms of the sum, each with factor 1
 
     @override
     def nets(self, member: Member) -> tuple[Member, ...]:

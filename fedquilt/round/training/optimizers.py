@@ -88,7 +88,7 @@ class SGD:
     weight_decay: float = 0.0  # Weight decay, added to the gradient; 0: none
     clip: float = 0.0  # Bound on the norm of the whole gradient; 0: none
 
-    ages: ClassVar[bool] = False
+    ages: ClassVar[bool] = False  # A step does not depend on its number
 
     def __post_init__(self) -> None:
         within(self, lr="(0, inf)", momentum="[0, 1)", weight_decay="[0, inf)", clip="[0, inf)")
@@ -183,7 +183,7 @@ class Adam:
     weight_decay: float = 0.0  # Weight decay, added to the gradient; 0: none
     clip: float = 0.0  # Bound on the norm of the whole gradient; 0: none
 
-    ages: ClassVar[bool] = True
+    ages: ClassVar[bool] = True  # The bias correction depends on the number of the step
 
     def __post_init__(self) -> None:
         within(
