@@ -79,9 +79,8 @@ class PredictionsMean(ExtrasMean):
         if sent is not None and tuple(sent.shape) != self.shape:
             raise TrainingError(
                 f"client {update.job.client.id} sent predictions of shape {tuple(sent.shape)} in "
-                "round "
-                f"{update.job.round + 1}; a row for each public sample, {self.shape}, was asked "
-                "for. They were refused."
+                f"round {update.job.round + 1}; a row for each public sample, {self.shape}, was "
+                "asked for. They were refused."
             )
         super().add(update)
 

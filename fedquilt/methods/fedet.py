@@ -161,10 +161,8 @@ class FedET(Prototypes):
             )
             raise ConfigError(
                 f"FedET was asked for on a union of {', '.join(family.layout.nets)}. The server "
-                "trains its first net, "
-                f"{family.layout.nets[0]!r}, and clients train smaller ones; {reason}. A union of "
-                "two or more nets, the "
-                "largest first, would work."
+                f"trains its first net, {family.layout.nets[0]!r}, and clients train smaller ones; "
+                f"{reason}. A union of two or more nets, the largest first, would work."
             )
         return family
 

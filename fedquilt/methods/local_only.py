@@ -32,8 +32,8 @@ class LocalOnly(Method):
     @override
     def note(self) -> str:
         return (
-            "every client trains what fits its budget, alone; accuracy is the mean over "
-            "clients, each with its net"
+            "every client trains what fits its budget, alone; accuracy is the mean over clients, "
+            "each with its net"
         )
 
     @override

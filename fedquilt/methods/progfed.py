@@ -121,8 +121,8 @@ class ProgFed(Method):
             refuse(self, {"over": problem})
         if isinstance(inner, ProgFed):
             problem = (
-                "ProgFed was asked for over ProgFed; a model grows once. Any other method "
-                "would work."
+                "ProgFed was asked for over ProgFed; a model grows once. Any other method would "
+                "work."
             )
             refuse(self, {"over": problem})
         shared = (
@@ -154,8 +154,8 @@ class ProgFed(Method):
                 self,
                 {
                     "alignment": (
-                        f"{self.alignment} was asked for with strategy = "
-                        f"{self.strategy!r}; {_PROGRESSIVE}"
+                        f"{self.alignment} was asked for with strategy = {self.strategy!r}; "
+                        f"{_PROGRESSIVE}"
                     )
                 },
             )
@@ -317,8 +317,7 @@ class ProgFed(Method):
         ):
             raise ConfigError(
                 f"ProgFed was asked for with stages = {self.stages!r}; the model was traced "
-                "without stages. "
-                "fq.trace(fq.with_stages(module, stages=…), example) gives it some."
+                "without stages. fq.trace(fq.with_stages(module, stages=…), example) gives it some."
             )
         server = self.over.init(world)
         if self.alignment:
@@ -363,8 +362,8 @@ class ProgFed(Method):
         if inner.drawn or inner.taught:
             raise ConfigError(
                 f"ProgFed was asked for with strategy = 'mixed' over {type(self.over).__name__}, "
-                "whose clients run "
-                "nested nets; another strategy or a method without nested nets would work."
+                "whose clients run nested nets; another strategy or a method without nested nets "
+                "would work."
             )
         phases = tuple(
             replace(phase, objective=OfVariants(phase.objective, variants))
@@ -531,6 +530,6 @@ def _check_whole(server: Server, world: World) -> None:
     if missing:
         raise ConfigError(
             "ProgFed was asked for alignment; the state has no single whole model, because it has "
-            f"no {missing[0]!r}. "
-            "A method with one model at the server would work, such as FedAvg or HeteroFL."
+            f"no {missing[0]!r}. A method with one model at the server would work, such as FedAvg "
+            "or HeteroFL."
         )

@@ -53,17 +53,15 @@ def stage_lengths(
     if not rounds:
         raise ConfigError(
             "ProgFed was prepared without a number of rounds, on which the length of its stages "
-            "depends. "
-            "method.settled(rounds) gives it; fq.run and the command line do that."
+            "depends. method.settled(rounds) gives it; fq.run and the command line do that."
         )
     added = warmup * (num_stages - 1) if extra_warmup else 0
     total = rounds - added
     if isinstance(stage_rounds, tuple) and len(stage_rounds) not in (num_stages - 1, num_stages):
         raise ConfigError(
             f"ProgFed was asked for with stage_rounds = {list(stage_rounds)}, rounds of "
-            f"{len(stage_rounds)} stages; the model has "
-            f"{num_stages}. A number for each would work, or for each but the last, which takes "
-            "the rest."
+            f"{len(stage_rounds)} stages; the model has {num_stages}. A number for each would "
+            "work, or for each but the last, which takes the rest."
         )
     each = stage_rounds or max(1, total // (2 * num_stages))
     growing = each[: num_stages - 1] if isinstance(each, tuple) else (each,) * (num_stages - 1)
@@ -75,18 +73,16 @@ def stage_lengths(
     ):
         raise ConfigError(
             f"ProgFed was asked for with stage_rounds = {list(stage_rounds)}, which are "
-            f"{sum(stage_rounds)} rounds; the run has "
-            f"{total}. Rounds of all stages but the last would work, which takes the rest."
+            f"{sum(stage_rounds)} rounds; the run has {total}. Rounds of all stages but the last "
+            "would work, which takes the rest."
         )
     lengths = (*growing, last_rounds)
     if min(lengths) < 1:
         raise ConfigError(
-            f"ProgFed was asked for with {rounds} rounds, of which {sum(growing) + added} "
-            "are for the first "
-            f"{num_stages - 1} of {num_stages} stages{' and warm-up' if added else ''}; at least "
-            "one is needed for "
-            "each stage and for the whole model. More rounds, smaller stage_rounds or fewer stages"
-            f"{' or a shorter warmup' if added else ''} would work."
+            f"ProgFed was asked for with {rounds} rounds, of which {sum(growing) + added} are for "
+            f"the first {num_stages - 1} of {num_stages} stages{' and warm-up' if added else ''}; "
+            "at least one is needed for each stage and for the whole model. More rounds, smaller "
+            f"stage_rounds or fewer stages{' or a shorter warmup' if added else ''} would work."
         )
     if extra_warmup:
         return (lengths[0], *(length + warmup for length in lengths[1:]))
@@ -94,9 +90,7 @@ def stage_lengths(
     if shortest <= warmup:
         raise ConfigError(
             f"ProgFed was asked for with warmup = {warmup}, and a stage has {shortest} rounds; in "
-            "a warm-up only the "
-            f"new block moves, so that it has to end before its stage. Up to {shortest - 1} would "
-            "work, or "
-            "extra_warmup, which adds rounds to the stages."
+            "a warm-up only the new block moves, so that it has to end before its stage. Up to "
+            f"{shortest - 1} would work, or extra_warmup, which adds rounds to the stages."
         )
     return lengths

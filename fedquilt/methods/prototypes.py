@@ -65,9 +65,8 @@ class Prototypes(Method):
         if self.local.norm.personal:
             problems["local.norm"] = (
                 f"{self.local.norm.name!r} was asked for, under which norms stay on clients. The "
-                "server runs its nets "
-                "on public samples, and needs all of their weights: 'batch', 'tracked' or 'post' "
-                "would work."
+                "server runs its nets on public samples, and needs all of their weights: 'batch', "
+                "'tracked' or 'post' would work."
             )
         refuse(self, problems)
         object.__setattr__(self, "prototypes", shares)
@@ -246,10 +245,9 @@ class Prototypes(Method):
         if fits is None:
             raise BudgetError(
                 f"the budget {budget} was given, which holds a share of {share:g}; the smallest "
-                "prototype of "
-                f"{type(self).__name__} has {self.prototypes[-1]:g}. A smaller one would work: "
-                "method.prototypes = "
-                f"{[*self.prototypes, round(share, 4)]}; or larger budgets."
+                f"prototype of {type(self).__name__} has {self.prototypes[-1]:g}. A smaller one "
+                f"would work: method.prototypes = {[*self.prototypes, round(share, 4)]}; or larger "
+                "budgets."
             )
         return fits
 
@@ -283,9 +281,8 @@ def largest(
     if budget.share is not None and budget.share < 1:
         raise BudgetError(
             f"a share of {budget.share:g} was given as a budget; the nets {names} are of different "
-            "architectures, "
-            "which have no common share. Bounds on macs, params or memory would work, such as "
-            "those of a fleet by_net."
+            "architectures, which have no common share. Bounds on macs, params or memory would "
+            "work, such as those of a fleet by_net."
         )
     fits = next((net for net in nets if not family.excess([net], budget, step)), None)
     if fits is None:
@@ -293,8 +290,7 @@ def largest(
         smallest = family.layout.net_names(nets[-1].arch.variant)[0]
         raise BudgetError(
             f"the budget {budget} was given, which holds none of the nets {names}. The smallest is "
-            f"{smallest!r}: "
-            f"{excess}. A smaller net in the union would work, or larger budgets."
+            f"{smallest!r}: {excess}. A smaller net in the union would work, or larger budgets."
         )
     return fits
 

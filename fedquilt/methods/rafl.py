@@ -194,8 +194,8 @@ class RaFL(Method):
         if self.local.norm.personal:
             problem = (
                 f"{self.local.norm.name!r} was asked for, under which norms stay on clients. The "
-                "knowledge net travels "
-                "with all of its weights: 'batch', 'tracked' or 'post' would work."
+                "knowledge net travels with all of its weights: 'batch', 'tracked' or 'post' would "
+                "work."
             )
             refuse(self, {"local.norm": problem})
         object.__setattr__(self, "ignores_budgets", self.limit == "private")
@@ -235,9 +235,8 @@ class RaFL(Method):
         if not family.layout.nets or len(family.variants) < 2:
             raise ConfigError(
                 f"RaFL was asked for with {family.title}, which is one architecture; it needs a "
-                "knowledge net and at "
-                "least one private net. --model searched finds nets for the fleet's limits, "
-                "--model A B names them, "
+                "knowledge net and at least one private net. --model searched finds nets for the "
+                "fleet's limits, --model A B names them, "
                 'and in Python fq.union({"knowledge": fq.trace(…), "private": fq.trace(…)}) would '
                 "work."
             )
@@ -251,8 +250,7 @@ class RaFL(Method):
         if self.softened and not task.has_classes:
             raise ConfigError(
                 "RaFL was asked for with softened = True, a loss of probabilities of classes; "
-                f"{type(task).__name__} "
-                "has no classes. softened = False would work."
+                f"{type(task).__name__} has no classes. softened = False would work."
             )
 
     @property
@@ -296,9 +294,8 @@ class RaFL(Method):
         if budget.share is not None and budget.share < 1:
             raise BudgetError(
                 f"a share of {budget.share:g} was asked for; RaFL gives a device one of several "
-                "whole nets, and cuts "
-                "none of them. Limits of macs, params or memory would work, such as "
-                "Budget(macs=28e6), or a share of 1."
+                "whole nets, and cuts none of them. Limits of macs, params or memory would work, "
+                "such as Budget(macs=28e6), or a share of 1."
             )
         step = self._step_within(budget, world)
         for name in private_nets(world.family):
@@ -318,8 +315,8 @@ class RaFL(Method):
         kind = "private net" if self.limit == "private" else "pair of nets"
         memory = f" and trains in {member.training_memory(step):,} bytes" if step else ""
         smallest = (
-            f"the smallest {kind} ({name}) has {member.macs:,} multiply-adds and "
-            f"{member.count:,} parameters{memory}"
+            f"the smallest {kind} ({name}) has {member.macs:,} multiply-adds and {member.count:,} "
+            f"parameters{memory}"
         )
         alternative = (
             ""
@@ -491,8 +488,7 @@ class RaFL(Method):
         if stored != planned and not any(name in memory.weights for name in trainable_names):
             _log.warning(
                 "client %d (budget %s) has the private net %r in its state, and %r is planned for "
-                "it in round %d. "
-                "It keeps the old net, and begins with a new one.",
+                "it in round %d. It keeps the old net, and begins with a new one.",
                 job.client.id,
                 job.client.budget,
                 stored,

@@ -62,10 +62,8 @@ def warn_of_fixed_weights(world: World) -> None:
         ):
             _log.warning(
                 "the private net %r has the same weights for every seed, so that devices cannot "
-                "draw them. "
-                "transfer = True charges a device for downloading them; a union of functions that "
-                "make the nets draws "
-                "new ones.",
+                "draw them. transfer = True charges a device for downloading them; a union of "
+                "functions that make the nets draws new ones.",
                 name,
             )
             return

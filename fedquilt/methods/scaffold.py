@@ -103,16 +103,13 @@ class Scaffold(Method):
         if not isinstance(optimizer, SGD) or optimizer.momentum or optimizer.clip:
             problems["local.optimizer"] = (
                 f"{optimizer} was asked for; (x − y)/(K·η) is the mean gradient of a client's "
-                "steps for plain SGD "
-                "alone. SGD(momentum=0, clip=0) works, with any learning rate, schedule and weight "
-                "decay."
+                "steps for plain SGD alone. SGD(momentum=0, clip=0) works, with any learning rate, "
+                "schedule and weight decay."
             )
         if self.server_lr != 1 and not isinstance(self.server_optimizer, Plain):
             problems["server_lr"] = (
                 f"{self.server_lr} was asked for beside server_optimizer = "
-                f"{self.server_optimizer}, which has a step "
-                "size of its own; "
-                "server_lr = 1 works."
+                f"{self.server_optimizer}, which has a step size of its own; server_lr = 1 works."
             )
         refuse(self, problems)
 
@@ -142,8 +139,7 @@ class Scaffold(Method):
         if not world.num_clients:
             raise ConfigError(
                 f"{type(self).__name__} was asked for in a world of unknown size; it divides by "
-                "the number of clients "
-                "of the fleet. World(…, num_clients=100) works."
+                "the number of clients of the fleet. World(…, num_clients=100) works."
             )
         cutter, plain = world.family.cutter, frozenset(world.family.statistics)
         optimizer = self.server_optimizer if self.server_lr == 1 else ServerStep(self.server_lr)

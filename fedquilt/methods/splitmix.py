@@ -121,10 +121,8 @@ class SplitMix(Method):
             norm = self.local.norm.name
             why = (
                 f"True was asked for with local.norm = {norm!r}, under which every client has nets "
-                "of its own. One "
-                "order of base nets for all is found where clients share them: local.norm = 'post' "
-                "or 'tracked'; "
-                "sort = false keeps the order."
+                "of its own. One order of base nets for all is found where clients share them: "
+                "local.norm = 'post' or 'tracked'; sort = false keeps the order."
             )
             refuse(self, {"sort": why})
         if self.robust and self.local.adversarial is None:
@@ -294,12 +292,10 @@ class SplitMix(Method):
             needs = f"train in {base_cost.memory:,}" if step else f"run in {base_cost.inference:,}"
             raise BudgetError(
                 f"the budget {budget} was given; Split-Mix's base nets have a share of "
-                f"{self.base:g}, {base_cost.params:,} "
-                f"parameters and {base_cost.macs:,} multiply-adds, and {needs} bytes. A smaller "
-                "base fits: "
-                f"method.base = {fits} in a file, SplitMix(base={fits}) in Python; or larger "
-                "budgets, which clients "
-                "have from the fleet (fleet.budgets)."
+                f"{self.base:g}, {base_cost.params:,} parameters and {base_cost.macs:,} "
+                f"multiply-adds, and {needs} bytes. A smaller base fits: method.base = {fits} in a "
+                f"file, SplitMix(base={fits}) in Python; or larger budgets, which clients have "
+                "from the fleet (fleet.budgets)."
             )
         return count
 

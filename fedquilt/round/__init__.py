@@ -207,11 +207,9 @@ def _check_merged(method: Method, server: Server, merged: Merged) -> None:
         if infinite_names:
             raise DivergenceError(
                 f"the fold of {type(method).__name__} gave values that are not finite in round "
-                f"{server.round + 1}, "
-                "although all updates of clients are finite: "
-                f"{', '.join(infinite_names[:3])}{', …' if len(infinite_names) > 3 else ''}. "
-                "The server's state is that of the round before. A smaller learning rate of the "
-                "server "
+                f"{server.round + 1}, although all updates of clients are finite: "
+                f"{', '.join(infinite_names[:3])}{', …' if len(infinite_names) > 3 else ''}. The "
+                "server's state is that of the round before. A smaller learning rate of the server "
                 "(method.server_optimizer) may help, or a correction of the fold."
             )
 

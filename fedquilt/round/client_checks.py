@@ -59,9 +59,9 @@ def check_left(job: Job, learner: Learner, member: Member, left: Left) -> None:
     ):
         if set(slots) != set(declared):
             raise TrainingError(
-                f"{client} {verb} the slots {sorted(slots)}; "
-                f"its learner declares {sorted(declared)}. "
-                "MethodState.finish has to return those that are declared, and no others."
+                f"{client} {verb} the slots {sorted(slots)}; its learner declares "
+                f"{sorted(declared)}. MethodState.finish has to return those that are declared, "
+                "and no others."
             )
         for slot, values in slots.items():
             _check_slot(f"{client} {verb} the slot {slot!r}", values, learner, member)
@@ -82,15 +82,13 @@ def _check_slot(what: str, values: Weights, learner: Learner, member: Member) ->
         missing, unknown = sorted(set(names) - set(values)), sorted(set(values) - set(names))
         raise TrainingError(
             f"{what}, in which {missing or 'nothing'} is missing and {unknown or 'nothing'} is "
-            "unknown; a tensor for "
-            "every weight that is trained and travels both ways would work."
+            "unknown; a tensor for every weight that is trained and travels both ways would work."
         )
     for name in names:
         if tuple(values[name].shape) != member.shape(name):
             raise TrainingError(
                 f"{what}, in which {name!r} has the shape {tuple(values[name].shape)}; the shape "
-                "of the weight that "
-                f"it belongs to, {member.shape(name)}, would work."
+                f"of the weight that it belongs to, {member.shape(name)}, would work."
             )
 
 
@@ -99,10 +97,8 @@ def check_state(job: Job, tensors: Iterable[Tensor]) -> None:
     if not are_finite(tensors):
         raise DivergenceError(
             f"client {job.client.id} (budget {job.client.budget}) left state of its method that is "
-            "not finite in "
-            f"round {job.round + 1}; it was refused, and the server's state is that of the round "
-            "before. Finite "
-            "values would work; a smaller learning rate may give them."
+            f"not finite in round {job.round + 1}; it was refused, and the server's state is that "
+            "of the round before. Finite values would work; a smaller learning rate may give them."
         )
 
 
@@ -124,7 +120,6 @@ def check_sent(job: Job, weights: Iterable[Tensor]) -> None:
     if not are_finite(weights):
         raise DivergenceError(
             f"client {job.client.id} (budget {job.client.budget}) sent weights that are not finite "
-            "in round "
-            f"{job.round + 1}; they were refused, and the server's state is that of the round "
-            "before."
+            f"in round {job.round + 1}; they were refused, and the server's state is that of the "
+            "round before."
         )

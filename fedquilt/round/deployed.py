@@ -34,8 +34,7 @@ def given(method: Method, server: Server, budget: Budget, world: World) -> Submo
     if not isinstance(nets, tuple):
         raise ConfigError(
             f"{type(method).__name__}.deploy returned a {type(nets).__name__} for the budget "
-            f"{budget}; a tuple of "
-            "sub-models fits, whose logits are averaged: (submodel,)."
+            f"{budget}; a tuple of sub-models fits, whose logits are averaged: (submodel,)."
         )
     return nets
 
@@ -57,8 +56,8 @@ def owned(method: Method, server: Server, client: Client, world: World) -> Submo
         name = type(method).__name__
         raise SubmodelError(
             f"{name}.own returned no net for client {client.id} (budget {client.budget}), which is "
-            "tested with its own "
-            f"nets. {name}.plan skips it; override `own` to return what the client has."
+            f"tested with its own nets. {name}.plan skips it; override `own` to return what the "
+            "client has."
         )
     return nets
 

@@ -99,9 +99,8 @@ def fold_of(method: Method, server: Server, world: World) -> Fold:
         )
         raise ConfigError(
             f"{type(method).__name__}.fold returned {result} in round {server.round + 1}; a fold "
-            "has "
-            f"{', '.join(_STEPS)}. A subclass of fedquilt.methods.api.Mean inherits those that it "
-            "does not override."
+            f"has {', '.join(_STEPS)}. A subclass of fedquilt.methods.api.Mean inherits those that "
+            "it does not override."
         )
     return fold
 
@@ -127,9 +126,8 @@ def merged_of(method: Method, fold: Fold, server: Server) -> Merged:
     if merged is None or problem:
         raise ConfigError(
             f"the fold of {type(method).__name__} returned {problem} in round {server.round + 1}; "
-            "finish must return "
-            "Merged(weights, slots, extras) with all weights of the server, also those that nobody "
-            "sent."
+            "finish must return Merged(weights, slots, extras) with all weights of the server, "
+            "also those that nobody sent."
         )
     return merged
 

@@ -95,10 +95,9 @@ def learn(
     if not are_finite(merged.outputs.values()):
         raise DivergenceError(
             f"nets that the server received in round {server.round} have outputs on the public "
-            "samples that are not "
-            "finite; they were refused, and the server's state is that of the round before. A "
-            "smaller learning rate "
-            "of clients may help, or gradient clipping (clip=1.0)."
+            "samples that are not finite; they were refused, and the server's state is that of the "
+            "round before. A smaller learning rate of clients may help, or gradient clipping "
+            "(clip=1.0)."
         )
 
     def train(state: Server, teaching: Teaching) -> Server:
@@ -219,9 +218,8 @@ class _School:
         except DivergenceError as error:
             raise DivergenceError(
                 f"the server's training on public samples diverged in round {self._server.round}. "
-                "A smaller learning "
-                "rate (method.server_training.optimizer.lr) would help; the server's state is that "
-                "of the round before."
+                "A smaller learning rate (method.server_training.optimizer.lr) would help; the "
+                "server's state is that of the round before."
             ) from error
 
     def _compared(

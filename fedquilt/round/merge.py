@@ -363,8 +363,7 @@ def as_weights(server: Server, slot: str) -> Server:
     if slot not in server.slots:
         raise ConfigError(
             f"a fold of the slot {slot!r} was asked for; the server has {sorted(server.slots)}. "
-            "Method.init has to "
-            "give the server a first value."
+            "Method.init has to give the server a first value."
         )
     return replace(server, weights=server.slots[slot])
 

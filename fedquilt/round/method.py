@@ -186,8 +186,9 @@ class Method(OptionalSteps):
             _log.warning(
                 "the model has norms of two kinds, and %s attacks nothing in training: with a "
                 "robustness above 0, norms would run with their initial weights. "
-                "method.local.adversarial in a file, LocalTraining(adversarial="
-                "fq.attacks.AdversarialTraining()) in Python, trains both kinds.",
+                "method.local.adversarial in a file, "
+                "LocalTraining(adversarial=fq.attacks.AdversarialTraining()) in Python, trains "
+                "both kinds.",
                 type(self).__name__,
             )
         statistics = family.statistics if self.local.norm.has_server_statistics else ()
@@ -360,8 +361,8 @@ class Method(OptionalSteps):
             return
         raise ConfigError(
             f"{type(self).__name__} was asked for with local.masked = {self.local.masked!r}, which "
-            "masks the outputs "
-            f"of absent classes; {type(task).__name__} has no classes. local.masked = '' fits."
+            f"masks the outputs of absent classes; {type(task).__name__} has no classes. "
+            "local.masked = '' fits."
         )
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:

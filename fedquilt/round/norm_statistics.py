@@ -88,8 +88,7 @@ def measured(
     if samples.shape[1:] != example.shape[1:] or len(samples) < 2:
         raise ConfigError(
             f"norms were to be measured over samples of shape {tuple(samples.shape)}; the model "
-            "takes two or more of "
-            f"shape {tuple(example.shape[1:])}."
+            f"takes two or more of shape {tuple(example.shape[1:])}."
         )
     weight = next(value for value in state.values() if value.is_floating_point())
     inputs = samples.to(

@@ -36,10 +36,8 @@ class Clock:
             if not problems and self.deadline < 2 * self._least_latency:
                 problems["deadline"] = (
                     f"{self.deadline:g} was asked for; two latencies take at least "
-                    f"{2 * self._least_latency:g} s, so "
-                    "that every update would be late. A later deadline would work, or none, with "
-                    "which the server "
-                    "waits for all."
+                    f"{2 * self._least_latency:g} s, so that every update would be late. A later "
+                    "deadline would work, or none, with which the server waits for all."
                 )
         refuse(self, problems)
 

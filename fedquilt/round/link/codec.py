@@ -36,8 +36,7 @@ _SEED = 8  # Bytes of a seed in a message.
 # rotation an error is at most one step, and does not grow.
 _DIVERGES = (
     "what 2 bits lose of a large rotated tensor is more than the tensor, so that errors fed back "
-    "grow without end. "
-    "4 or 8 bits would work, or one of the two options without the other."
+    "grow without end. 4 or 8 bits would work, or one of the two options without the other."
 )
 
 

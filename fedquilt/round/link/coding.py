@@ -185,8 +185,8 @@ def check_codec(codec: BaseCodec, world: World, lossy: bool, device: torch.devic
         value = getattr(codec, name)
         if not isinstance(value, bool):
             raise ConfigError(
-                f"Link: codec = {codec} was asked for; its {name} is {value!r}. "
-                f"True or False would work, as in a field {name}: bool = False."
+                f"Link: codec = {codec} was asked for; its {name} is {value!r}. True or False "
+                f"would work, as in a field {name}: bool = False."
             )
     if codec.neutral:
         return
@@ -215,8 +215,8 @@ def check_codec(codec: BaseCodec, world: World, lossy: bool, device: torch.devic
         with _blaming(codec, trial):
             if not torch.equal(decoded(codec, message, trial.spec), change):
                 raise CodecError(
-                    "decode returned other values for the same message; values that depend on "
-                    "its arguments alone would work."
+                    "decode returned other values for the same message; values that depend on its "
+                    "arguments alone would work."
                 )
 
 
@@ -228,8 +228,7 @@ def _check_fixed_length(codec: BaseCodec, trial: _Trial, length: int) -> None:
         if zeros_length != length:
             raise CodecError(
                 f"its has_fixed_length is True, and the message has {length} bytes where that of a "
-                "change of zero "
-                f"has {zeros_length}; has_fixed_length = False would work."
+                f"change of zero has {zeros_length}; has_fixed_length = False would work."
             )
 
 

@@ -104,9 +104,8 @@ class ColumnLoss(Loss):
             if not problems and self.upto < rate:
                 problems["upto"] = (
                     f"{self.upto} was asked for; it must be at least the rate, {rate}, since every "
-                    "column's rate is "
-                    "drawn between the two. Set upto too, or upto to none, which leaves every "
-                    "column the rate."
+                    "column's rate is drawn between the two. Set upto too, or upto to none, which "
+                    "leaves every column the rate."
                 )
         refuse(self, problems)
 

@@ -52,6 +52,5 @@ def check_dealt(owner: object, num_clients: int, *names: str) -> None:
         if isinstance(value, tuple) and num_clients % len(value):
             raise ConfigError(
                 f"{type(owner).__name__}: {name} has {len(value)} values for {num_clients} "
-                "clients; one for all, one a "
-                f"client, or as many as divide {num_clients} would fit."
+                f"clients; one for all, one a client, or as many as divide {num_clients} would fit."
             )

@@ -151,10 +151,8 @@ class PGD:
         if lowest < self.low - _ROUNDING or highest > self.high + _ROUNDING:
             raise DataError(
                 f"an attack was asked for that keeps samples in [{self.low:g}, {self.high:g}]; "
-                f"among {whose} are "
-                f"numbers from {lowest:.4g} to {highest:.4g}. {remedy}, or set the attack's low, "
-                "high, eps and size "
-                "in the data's unit."
+                f"among {whose} are numbers from {lowest:.4g} to {highest:.4g}. {remedy}, or set "
+                "the attack's low, high, eps and size in the data's unit."
             )
 
 

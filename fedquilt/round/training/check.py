@@ -106,8 +106,7 @@ class _Checked(Objective):
         if not isinstance(loss, Tensor):
             raise ConfigError(
                 f"{self.asked}, which returned {type(loss).__name__} {loss!r:.40}. {_WORKS} A "
-                "number that was taken "
-                "out of a tensor, as by `.item()`, has no gradient."
+                "number that was taken out of a tensor, as by `.item()`, has no gradient."
             )
         if loss.shape or not loss.is_floating_point():
             raise ConfigError(
@@ -143,8 +142,8 @@ def _check_named(asked: str, named: tuple[Member, ...], run: list[Member]) -> No
         names = ", ".join(_net_name(net) for net in named) or "none"
         raise ConfigError(
             f"{asked}, which ran {_net_name(missing[0])}; its `nets` names {names}. Costs and "
-            "memory are counted by "
-            f"`nets`: add {_code(missing[0])} to the tuple that nets(member) returns."
+            f"memory are counted by `nets`: add {_code(missing[0])} to the tuple that nets(member) "
+            "returns."
         )
 
 

@@ -309,16 +309,15 @@ def found_wrapper(given: object) -> Wrapping:
         names = ", ".join(map(repr, OBJECTIVES))
         raise ConfigError(
             f"{value} was asked for; an instance of a class derived from Wrapping fits, such as "
-            "Proximal(mu=0.1), "
-            f"or its name: {names}, or 'file.py:Class'. Another objective is chosen in "
-            "`Method.learner`."
+            f"Proximal(mu=0.1), or its name: {names}, or 'file.py:Class'. Another objective is "
+            "chosen in `Method.learner`."
         )
     innermost = wrapped_chain(given)[-1].objective
     if innermost != TaskLoss():
         raise ConfigError(
             f"{type(given).__name__} was asked for around {innermost}; local training puts the "
-            "loss there, which the "
-            "other settings choose. Leave `objective` out of the innermost wrapper."
+            "loss there, which the other settings choose. Leave `objective` out of the innermost "
+            "wrapper."
         )
     return given
 

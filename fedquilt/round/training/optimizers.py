@@ -267,8 +267,7 @@ class Adam:
         """Raise an error, because FedNova's count is defined for SGD only."""
         raise ConfigError(
             f"FedNova was asked to normalize steps of {type(self).__name__}; its effective step "
-            "count is defined for "
-            "SGD. Use SGD locally, or another method."
+            "count is defined for SGD. Use SGD locally, or another method."
         )
 
 

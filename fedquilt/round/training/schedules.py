@@ -95,14 +95,12 @@ class WithinRound:
         if self.warmup_steps and self.warmup_share:
             problems["warmup_share"] = (
                 f"{self.warmup_share} was asked for beside warmup_steps = {self.warmup_steps}; one "
-                "of them says how "
-                "long the warm-up is, and the other must be 0."
+                "of them says how long the warm-up is, and the other must be 0."
             )
         if self.final and self.shape == "constant":
             problems["final"] = (
                 f"{self.final} was asked for with shape = 'constant', which does not fall; shape = "
-                "'cosine' or "
-                "'linear' would work."
+                "'cosine' or 'linear' would work."
             )
         refuse(self, problems)
 

@@ -96,8 +96,7 @@ class MethodState:
             if shared := set(down) & set(kept_names):
                 problems[f"{kind}_kept"] = (
                     f"{sorted(shared)} is among {kind}_down as well; a client cannot tell the "
-                    "server's from its own. "
-                    "Another name would work."
+                    "server's from its own. Another name would work."
                 )
         if clash := {*self.slots_down, *self.slots_kept} & set(LINK_SLOTS):
             problems["slots"] = (
