@@ -34,7 +34,7 @@ from fedquilt.models import PreResNet
 from fedquilt.names import said
 from fedquilt.round import Evaluation, Fleet, Record
 from fedquilt.round.budgets import check_budgets, planned
-from fedquilt.round.deployed import given, ready
+from fedquilt.round.deployed import deployed_nets, ready
 from fedquilt.round.engine import Outcome
 from fedquilt.round.eval_jobs import joined, mixed
 from fedquilt.round.federation import World
@@ -463,7 +463,7 @@ def _evaluated(run: Run, budget: Budget) -> Callable[[Tensor], Tensor]:
     """Return the nets of a budget as an evaluation runs them."""
     federation, world = run.federation, run.world
     server = ranked(federation, run.server, run.engine)
-    nets = given(run.method, server, budget, world)
+    nets = deployed_nets(run.method, server, budget, world)
     weights = joined(nets, ready(federation, server, nets, run.engine, run.evaluation.batch_size))
     mode = run.method.local.norm.evaluation_pass
     return lambda inputs: mixed(world.family, nets, weights, inputs, mode)

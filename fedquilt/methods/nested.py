@@ -57,15 +57,17 @@ class SampledWidths(Learner):
         return self.count > 0 and bool(self.ratios)
 
     @staticmethod
-    def of(kind: type[SampledWidths], base: Learner, **own: Any) -> SampledWidths:
+    def of(kind: type[SampledWidths], base: Learner, **settings: Any) -> SampledWidths:
         """Return a learner with the settings of `base` and phases from drawn ratios.
 
         Args:
             kind: Class of the learner.
             base: Learner whose settings are copied.
-            own: Settings of `kind` beyond those of `base`.
+            settings: Settings of `kind` beyond those of `base`.
         """
-        learner = kind(**{field.name: getattr(base, field.name) for field in fields(base)} | own)
+        learner = kind(
+            **{field.name: getattr(base, field.name) for field in fields(base)} | settings
+        )
         return replace(learner, phases=learner.phases_at(0))
 
     @override
@@ -151,7 +153,7 @@ class Nested(Method):
         distils: bool,
         job: Job,
         world: World,
-        **own: Any,
+        **settings: Any,
     ) -> Learner:
         """Return a learner that draws ratios below the client's share.
 
@@ -161,7 +163,7 @@ class Nested(Method):
             distils: True if drawn nets learn from the client's largest net.
             job: Client, sub-model and round.
             world: Family, task and random seed.
-            own: Further settings of `kind`.
+            settings: Further settings of `kind`.
         """
         share = self.trainable_share(job.client.budget, world)
         below = tuple(ratio for ratio in self.ratios if ratio < share)
@@ -174,7 +176,7 @@ class Nested(Method):
             count=count,
             key=key,
             taught=taught,
-            **own,
+            **settings,
         )
 
 

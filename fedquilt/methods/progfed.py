@@ -513,11 +513,11 @@ class OfVariants(Wrapping):
     def __call__(self, view: View) -> Tensor:
         losses: list[Tensor] = []
         for net in self._nets(view.member):
-            variant_view = replace(view, member=net, seen={})
+            variant_view = replace(view, member=net, norm_statistics={})
             losses.append(self.objective(variant_view))
-            view.seen |= {
+            view.norm_statistics |= {
                 name: value
-                for name, value in variant_view.seen.items()
+                for name, value in variant_view.norm_statistics.items()
                 if name in view.member.statistics
             }
         return torch.stack(losses).sum()

@@ -302,13 +302,13 @@ class SplitMix(Method):
     def _member(self, world: World) -> Arch:
         return world.family.fit(Budget(share=self.base))
 
-    def _base(self, place: int, world: World) -> Submodel:
+    def _base(self, index: int, world: World) -> Submodel:
         """Return a base net, with all weights of its scope."""
-        return Submodel(self._member(world), Index(), _scope(place))
+        return Submodel(self._member(world), Index(), _scope(index))
 
 
-def _scope(place: int) -> str:
-    return f"base{place}/"
+def _scope(index: int) -> str:
+    return f"base{index}/"
 
 
 def _whole(ratio: float) -> int:

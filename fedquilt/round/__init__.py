@@ -214,8 +214,8 @@ def _check_merged(method: Method, server: Server, merged: Merged) -> None:
             )
 
 
-def _was_finite(before: Mapping[str, Tensor], name: str) -> bool:
-    return name not in before or are_finite([before[name]])
+def _was_finite(old: Mapping[str, Tensor], name: str) -> bool:
+    return name not in old or are_finite([old[name]])
 
 
 __all__ = ["Evaluation", "Fleet", "Grades", "Record", "RoundResult", "run_round"]

@@ -237,7 +237,7 @@ def upload_of(
     federation: Federation,
     job: Job,
     learner: Learner,
-    wanted: Submodel,
+    upload: Submodel,
     weights: Weights,
     left: Left,
 ) -> Payload:
@@ -247,20 +247,20 @@ def upload_of(
         federation: World, method and link.
         job: What the client was asked to train.
         learner: How it trained.
-        wanted: Positions that are sent.
+        upload: Positions that are sent.
         weights: Weights that are sent, already narrowed to these positions.
         left: State of the method, at all positions that the client holds.
     """
     if not learner.state:
-        return Payload(wanted, weights)
+        return Payload(upload, weights)
     narrow, index = federation.world.family.cutter.narrow, job.submodel.held
-    slots = {slot: narrow(values, index, wanted.held) for slot, values in left.sent.items()}
+    slots = {slot: narrow(values, index, upload.held) for slot, values in left.sent.items()}
     coded = tuple(name for name in learner.state.coded_extras if name in left.sent_extras)
-    return Payload(wanted, weights, slots, left.sent_extras, coded)
+    return Payload(upload, weights, slots, left.sent_extras, coded)
 
 
 def untrained_upload(
-    federation: Federation, job: Job, learner: Learner, wanted: Submodel, start: Start
+    federation: Federation, job: Job, learner: Learner, upload: Submodel, start: Start
 ) -> int:
     """Return the bytes of an upload if training changed nothing, without the extras of the method.
 
@@ -268,20 +268,20 @@ def untrained_upload(
         federation: World, method and link.
         job: What the client is asked to train.
         learner: How it would train.
-        wanted: Positions that are sent.
+        upload: Positions that are sent.
         start: What it starts from.
     """
     family, index = federation.world.family, job.submodel.held
     member = family.member(job.submodel)
 
     def cut(names: Iterable[str], values: Weights) -> dict[str, Tensor]:
-        return family.cutter.narrow({name: values[name] for name in names}, index, wanted.held)
+        return family.cutter.narrow({name: values[name] for name in names}, index, upload.held)
 
     slots = {slot: cut(learner.slotted(member), start.state) for slot in learner.state.slots_up}
-    payload = Payload(wanted, cut(learner.sent(member), start.state), slots)
+    payload = Payload(upload, cut(learner.sent(member), start.state), slots)
     with blamed(job, "sending"):
-        trip = Transmission(federation.world, job, up=True)
-        return federation.link.up(payload, trip, cut(start.known, start.known)).bytes
+        transmission = Transmission(federation.world, job, up=True)
+        return federation.link.up(payload, transmission, cut(start.known, start.known)).bytes
 
 
 def send(

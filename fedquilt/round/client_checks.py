@@ -76,19 +76,20 @@ def check_left(job: Job, learner: Learner, member: Member, left: Left) -> None:
             )
 
 
-def _check_slot(what: str, values: Weights, learner: Learner, member: Member) -> None:
+def _check_slot(description: str, values: Weights, learner: Learner, member: Member) -> None:
     names = learner.slotted(member)
     if set(values) != set(names):
         missing, unknown = sorted(set(names) - set(values)), sorted(set(values) - set(names))
         raise TrainingError(
-            f"{what}, in which {missing or 'nothing'} is missing and {unknown or 'nothing'} is "
-            "unknown; a tensor for every weight that is trained and travels both ways would work."
+            f"{description}, in which {missing or 'nothing'} is missing and {unknown or 'nothing'} "
+            "is unknown; a tensor for every weight that is trained and travels both ways would "
+            "work."
         )
     for name in names:
         if tuple(values[name].shape) != member.shape(name):
             raise TrainingError(
-                f"{what}, in which {name!r} has the shape {tuple(values[name].shape)}; the shape "
-                f"of the weight that it belongs to, {member.shape(name)}, would work."
+                f"{description}, in which {name!r} has the shape {tuple(values[name].shape)}; the "
+                f"shape of the weight that it belongs to, {member.shape(name)}, would work."
             )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 from fedquilt.round.norm_statistics import measured_statistics
 
 
-def given(method: Method, server: Server, budget: Budget, world: World) -> Submodels:
+def deployed_nets(method: Method, server: Server, budget: Budget, world: World) -> Submodels:
     """Return the tuple of nets that a method deploys to a device.
 
     Args:
@@ -39,7 +39,7 @@ def given(method: Method, server: Server, budget: Budget, world: World) -> Submo
     return nets
 
 
-def owned(method: Method, server: Server, client: Client, world: World) -> Submodels:
+def client_nets(method: Method, server: Server, client: Client, world: World) -> Submodels:
     """Return a client's own nets, for a personal method.
 
     Args:
@@ -99,12 +99,10 @@ def members_by_share(
     extra_budgets = () if method.personal else (Budget(share=share) for share in (1.0, *shares))
     for kind in (*tested_budgets(method, budgets), *extra_budgets):
         budget = trained_within(method, kind, world)
-        client = Client(0, budget)
-        nets = (
-            owned(method, server, client, world)
-            if method.personal
-            else given(method, server, budget, world)
-        )
+        if method.personal:
+            nets = client_nets(method, server, Client(0, budget), world)
+        else:
+            nets = deployed_nets(method, server, budget, world)
         nets_by_label.setdefault(share_label(method, kind, world), nets)
     return dict(sorted(nets_by_label.items(), key=lambda item: -float(item[0])))
 

@@ -57,7 +57,12 @@ class EvalSpec:
     training: bool = False  # True: rows are those of the training set, not of the test set.
 
     def inputs(
-        self, world: World, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None
+        self,
+        world: World,
+        weights: Weights,
+        inputs: Tensor,
+        targets: Tensor,
+        start_noise: Tensor | None,
     ) -> Tensor:
         """Return the samples as the nets see them: unchanged, or attacked.
 
@@ -69,11 +74,11 @@ class EvalSpec:
             weights: Weights of the nets, by scope and name.
             inputs: (sample, …) Samples.
             targets: (sample, …) Their targets.
-            drawn: Starting point of the attack (`drawn`). None: there is no attack.
+            start_noise: Starting point of the attack (`drawn`). None: there is no attack.
         """
         if self.attack is None:
             return inputs
-        assert drawn is not None, "an attack starts somewhere"
+        assert start_noise is not None, "an attack starts somewhere"
         mode = self.mode
         if mode.statistics == "measure":
             mode = replace(mode, statistics="batch")
@@ -81,10 +86,15 @@ class EvalSpec:
         def loss(x: Tensor) -> Tensor:
             return world.task.mean_loss(mixed(world.family, self.nets, weights, x, mode), targets)
 
-        return self.attack(loss, inputs, drawn)
+        return self.attack(loss, inputs, start_noise)
 
     def logits(
-        self, world: World, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None
+        self,
+        world: World,
+        weights: Weights,
+        inputs: Tensor,
+        targets: Tensor,
+        start_noise: Tensor | None,
     ) -> Tensor:
         """Return the mean of the nets' logits, with classes in dimension 1.
 
@@ -95,13 +105,18 @@ class EvalSpec:
             weights: Weights of the nets, by scope and name.
             inputs: (sample, …) Samples.
             targets: (sample, …) Their targets, which an attack needs.
-            drawn: Starting point of the attack (`drawn`). None: there is no attack.
+            start_noise: Starting point of the attack (`drawn`). None: there is no attack.
         """
-        net_inputs = self.inputs(world, weights, inputs, targets, drawn)
+        net_inputs = self.inputs(world, weights, inputs, targets, start_noise)
         return mixed(world.family, self.nets, weights, net_inputs, self.mode)
 
     def statistics(
-        self, world: World, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None
+        self,
+        world: World,
+        weights: Weights,
+        inputs: Tensor,
+        targets: Tensor,
+        start_noise: Tensor | None,
     ) -> dict[str, Tensor]:
         """Return the norm statistics that the only net sees.
 
@@ -112,9 +127,9 @@ class EvalSpec:
             weights: Weights of the nets, by scope and name.
             inputs: (sample, …) Samples.
             targets: (sample, …) Their targets, which an attack needs.
-            drawn: Starting point of the attack (`drawn`). None: there is no attack.
+            start_noise: Starting point of the attack (`drawn`). None: there is no attack.
         """
-        net_inputs = self.inputs(world, weights, inputs, targets, drawn)
+        net_inputs = self.inputs(world, weights, inputs, targets, start_noise)
         return world.family.member(self.nets[0]).net(weights, net_inputs, self.mode)[1]
 
     def drawn(self, seed: int, rows: Tensor, like: Tensor) -> Tensor | None:

@@ -17,7 +17,7 @@ from fedquilt import noise
 from fedquilt.checks import one_of, within
 from fedquilt.fleets.fleet import Fleet
 from fedquilt.round.client import own_state
-from fedquilt.round.deployed import cut_nets, members_by_share, owned, ready
+from fedquilt.round.deployed import client_nets, cut_nets, members_by_share, ready
 from fedquilt.round.eval_jobs import EvalJob, joined
 from fedquilt.round.federation import Federation
 from fedquilt.round.labels import share_label
@@ -154,19 +154,19 @@ def _kept_by_clients(
     """
     task = federation.world.task
     scores_by_metric: dict[str, list[Score]] = {}
-    for clients in _few(_remembering(federation, fleet, server, engine, how)):
-        exams = [
-            exam
+    for clients in _in_batches(_clients_with_memory(federation, fleet, server, engine, how)):
+        tests = [
+            test
             for client in clients
-            for exam in _kept_exams(federation, server, client, engine, how)
+            for test in _tests_of_kept_nets(federation, server, client, engine, how)
         ]
-        scores = engine.evaluate(federation, [exam for _, exam in exams], how.batch_size)
-        for (metric, _), score in zip(exams, scores, strict=True):
+        scores = engine.evaluate(federation, [test for _, test in tests], how.batch_size)
+        for (metric, _), score in zip(tests, scores, strict=True):
             scores_by_metric.setdefault(metric, []).append(score)
     return {metric: main_by_label(scores, task) for metric, scores in scores_by_metric.items()}
 
 
-def _remembering(
+def _clients_with_memory(
     federation: Federation, fleet: Fleet, server: Server, engine: Engine, how: Evaluation
 ) -> list[Client]:
     """Draw clients among those with a memory, each with its budget in the last round it trained."""
@@ -188,7 +188,7 @@ def _remembering(
     ]
 
 
-def _kept_exams(
+def _tests_of_kept_nets(
     federation: Federation, server: Server, client: Client, engine: Engine, how: Evaluation
 ) -> Iterator[tuple[str, EvalJob]]:
     """Yield tests of the nets that a client keeps, each with the name of its metric."""
@@ -202,11 +202,11 @@ def _kept_exams(
                 federation, [(net, state)], engine, how.batch_size, client.id
             )
             state |= statistics
-        exam = EvalJob(label, (net,), state)
-        yield f"{name}_{main}", exam
+        test = EvalJob(label, (net,), state)
+        yield f"{name}_{main}", test
         if how.per_client and engine.tests_by_client:
-            client_exam = replace(exam, client=client.id, own_classes=own_classes, absent=how.logit)
-            yield f"local_{name}_{main}", client_exam
+            client_test = replace(test, client=client.id, own_classes=own_classes, absent=how.logit)
+            yield f"local_{name}_{main}", client_test
 
 
 def _remembered(
@@ -253,11 +253,11 @@ def _tested(
         scores: list[Score] = []
         validated: list[Score] = []
         attacked_scores: dict[str, list[Score]] = {}
-        for batch in _few(_asked(federation, fleet, server, engine, how)):
-            own_exams = [own_exam(federation, server, client, engine, how) for client in batch]
-            scores += engine.evaluate(federation, own_exams, how.batch_size, how.domains)
-            validated += _on_validation(federation, own_exams, engine, how)
-            for metric, attacked in _under_attack(federation, engine, how, own_exams).items():
+        for batch in _in_batches(_tested_clients(federation, fleet, server, engine, how)):
+            own_tests = [own_test(federation, server, client, engine, how) for client in batch]
+            scores += engine.evaluate(federation, own_tests, how.batch_size, how.domains)
+            validated += _on_validation(federation, own_tests, engine, how)
+            for metric, attacked in _under_attack(federation, engine, how, own_tests).items():
                 attacked_scores.setdefault(metric, []).extend(attacked)
         grades = grades_of(scores, task, validated)
         grades.metrics.update(
@@ -267,19 +267,19 @@ def _tested(
     members = members_by_share(method, server, fleet.kinds, world, how.shares)
     submodels = list(dict.fromkeys(net for nets in members.values() for net in nets))
     weights = ready(federation, server, submodels, engine, how.batch_size)
-    exams = [EvalJob(label, nets, joined(nets, weights)) for label, nets in members.items()]
-    scores = engine.evaluate(federation, exams, how.batch_size, how.domains)
-    grades = grades_of(scores, task, _on_validation(federation, exams, engine, how))
+    tests = [EvalJob(label, nets, joined(nets, weights)) for label, nets in members.items()]
+    scores = engine.evaluate(federation, tests, how.batch_size, how.domains)
+    grades = grades_of(scores, task, _on_validation(federation, tests, engine, how))
     if how.per_client and engine.tests_by_client:
-        widest = max(exams, key=lambda exam: sum(world.family.count(net.arch) for net in exam.nets))
-        clients = _asked(federation, fleet, server, engine, how)
+        widest = max(tests, key=lambda test: sum(world.family.count(net.arch) for net in test.nets))
+        clients = _tested_clients(federation, fleet, server, engine, how)
         by_client = _by_client([widest], clients, federation, engine, how)
         local = engine.evaluate(federation, by_client, how.batch_size)
         grades.metrics[f"local_{task.main.name}"] = main_by_label(local, task)
     if how.robustness:
-        clients = _asked(federation, fleet, server, engine, how)
+        clients = _tested_clients(federation, fleet, server, engine, how)
         attacked_scores = _under_attack(
-            federation, engine, how, _by_client(exams, clients, federation, engine, how)
+            federation, engine, how, _by_client(tests, clients, federation, engine, how)
         )
         grades.metrics.update(
             {metric: main_by_label(attacked, task) for metric, attacked in attacked_scores.items()}
@@ -288,18 +288,18 @@ def _tested(
 
 
 def _on_validation(
-    federation: Federation, exams: Sequence[EvalJob], engine: Engine, how: Evaluation
+    federation: Federation, tests: Sequence[EvalJob], engine: Engine, how: Evaluation
 ) -> list[Score]:
     """Test the same nets on validation samples, if these select the best round."""
     if not how.validates(engine):
         return []
     return engine.evaluate(
-        federation, [replace(exam, on="validation") for exam in exams], how.batch_size
+        federation, [replace(test, on="validation") for test in tests], how.batch_size
     )
 
 
 def _by_client(
-    exams: Sequence[EvalJob],
+    tests: Sequence[EvalJob],
     clients: Sequence[Client],
     federation: Federation,
     engine: Engine,
@@ -310,17 +310,17 @@ def _by_client(
     If clients have no test samples of their own, the tests are returned unchanged.
     """
     if not engine.tests_by_client:
-        return list(exams)
+        return list(tests)
     own_classes = _among_own_classes(federation)
     return [
-        replace(exam, client=client.id, own_classes=own_classes, absent=how.logit)
-        for exam in exams
+        replace(test, client=client.id, own_classes=own_classes, absent=how.logit)
+        for test in tests
         for client in clients
     ]
 
 
 def _under_attack(
-    federation: Federation, engine: Engine, how: Evaluation, exams: Sequence[EvalJob]
+    federation: Federation, engine: Engine, how: Evaluation, tests: Sequence[EvalJob]
 ) -> dict[str, list[Score]]:
     """Test the same nets with and without an attack, at every robustness setting.
 
@@ -338,19 +338,19 @@ def _under_attack(
         for suffix, robustness in levels
         for metric, attack in (("standard", None), ("robust", how.attack))
     }
-    attacked_exams = [
-        replace(exam, robustness=robustness_level, attack=attack)
+    attacked_tests = [
+        replace(test, robustness=robustness_level, attack=attack)
         for robustness_level, attack in kinds.values()
-        for exam in exams
+        for test in tests
     ]
-    scores = engine.evaluate(federation, attacked_exams, how.batch_size) if attacked_exams else []
+    scores = engine.evaluate(federation, attacked_tests, how.batch_size) if attacked_tests else []
     return {
-        metric: scores[index * len(exams) : (index + 1) * len(exams)]
+        metric: scores[index * len(tests) : (index + 1) * len(tests)]
         for index, metric in enumerate(kinds)
     }
 
 
-def _asked(
+def _tested_clients(
     federation: Federation, fleet: Fleet, server: Server, engine: Engine, how: Evaluation
 ) -> list[Client]:
     """Return the clients that are tested on their own samples, at most `how.clients` drawn ones.
@@ -378,13 +378,13 @@ def _asked(
     ]
 
 
-def _few(clients: list[Client], count: int = 16) -> Iterator[list[Client]]:
+def _in_batches(clients: list[Client], count: int = 16) -> Iterator[list[Client]]:
     """Yield clients in batches: large enough to stack, small enough to fit in memory."""
     for first in range(0, len(clients), count):
         yield clients[first : first + count]
 
 
-def own_exam(
+def own_test(
     federation: Federation, server: Server, client: Client, engine: Engine, how: Evaluation
 ) -> EvalJob:
     """Return a test of the model that a client holds now.
@@ -399,7 +399,7 @@ def own_exam(
         how: Settings of the evaluation.
     """
     method, world = federation.method, federation.world
-    nets = owned(method, server, client, world)
+    nets = client_nets(method, server, client, world)
     jobs = [Job(client, net, server.round) for net in nets]
     states = {job.submodel: own_state(federation, server, job, engine.device) for job in jobs}
     if method.local.norm.measures and world.family.statistics:

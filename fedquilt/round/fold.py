@@ -132,16 +132,16 @@ def merged_of(method: Method, fold: Fold, server: Server) -> Merged:
     return merged
 
 
-def _wrong_weights(found: object, server: Weights) -> str:
+def _wrong_weights(merged: object, server: Weights) -> str:
     """Describe what is wrong with merged weights. The text is empty if they match the server's."""
-    if not isinstance(found, Mapping):
-        return f"a {type(found).__name__} in place of weights"
-    for name in {**server, **found}:
-        if name not in found:
+    if not isinstance(merged, Mapping):
+        return f"a {type(merged).__name__} in place of weights"
+    for name in {**server, **merged}:
+        if name not in merged:
             return f"weights without {name!r}"
         if name not in server:
             return f"the weight {name!r}, which the server does not have,"
-        value, expected = found[name], server[name]
+        value, expected = merged[name], server[name]
         if not isinstance(value, Tensor):
             return f"a {type(value).__name__} as {name!r}"
         if (value.shape, value.dtype) != (expected.shape, expected.dtype):

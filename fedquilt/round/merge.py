@@ -233,10 +233,10 @@ class Mean(Fold):
             slots[slot] |= {scope + name: part for name, part in slot_values.parts.items()}
         return old + step
 
-    def _tally(self, scope: str, sums: Flat, place: int) -> Tally:
+    def _tally(self, scope: str, sums: Flat, column: int) -> Tally:
         """Sum one of the three weights of clients at each position of a piece that they held."""
         cuts = [
-            (submodel, home, [name for name in sums.shapes if name in names], values[place])
+            (submodel, home, [name for name in sums.shapes if name in names], values[column])
             for (submodel, home, names), values in self._held.items()
             if submodel.scope == scope
         ]

@@ -54,10 +54,10 @@ def scored(
     weights = ready(federation, server, candidates, engine, RANKING_BATCH_SIZE)
     on: SampleSet = "validation" if engine.has_validation else "training"
     limit = None if engine.has_validation else MAX_RANKING_SAMPLES
-    exams = [
+    tests = [
         EvalJob(net.scope, (net,), joined((net,), weights), on=on, limit=limit)
         for net in candidates
     ]
-    scores = engine.evaluate(federation, exams, RANKING_BATCH_SIZE)
+    scores = engine.evaluate(federation, tests, RANKING_BATCH_SIZE)
     sign = 1.0 if world.task.main.higher_is_better else -1.0
     return [sign * score.main(world.task) for score in scores]

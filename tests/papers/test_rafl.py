@@ -125,7 +125,9 @@ def test_equations_2_and_3_by_hand():
     held, key = torch.ones(3, dtype=torch.bool), torch.tensor(0)
 
     def value(learns: str) -> float:
-        view = View(member, weights, inputs, targets, held, weights, mode, key, known=dict(known))
+        view = View(
+            member, weights, inputs, targets, held, weights, mode, key, logits_by_net=dict(known)
+        )
         return float(Mutual(TaskLoss(), PAIR, learns=(learns,))(view))
 
     cross_entropy_p, cross_entropy_k = (

@@ -260,14 +260,14 @@ class Codec(BaseCodec):
         )
 
     def _dequantized(
-        self, message: Tensor, lengths: Sequence[int], where: Tensor | None, dtype: torch.dtype
+        self, message: Tensor, lengths: Sequence[int], positions: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         """Return the values that the codes of a message describe, from its scales on."""
         count = sum(lengths)
         head = 2 * 4 * len(lengths)
         ranges = message[:head].clone().view(torch.float32).view(2, -1)
-        low, step = _spread(self._scale(ranges, dtype), lengths, count, where)
-        total = count if where is None else len(where)
+        low, step = _spread(self._scale(ranges, dtype), lengths, count, positions)
+        total = count if positions is None else len(positions)
         values: Tensor = low + step * unpack(message[head:], self.bits, total).to(dtype)
         return values
 
@@ -294,24 +294,24 @@ def _key(word: int | Tensor, device: torch.device) -> Tensor:
     return word if isinstance(word, Tensor) else to_device_async(device, torch.tensor(word))
 
 
-def _travelling(lengths: Sequence[int], where: Tensor | None) -> list[int]:
+def _travelling(lengths: Sequence[int], positions: Tensor | None) -> list[int]:
     """Return how many values of each weight are at the ascending positions `where`."""
-    if where is None:
+    if positions is None:
         return list(lengths)
-    ends = to_device_async(where.device, torch.tensor(lengths).cumsum(0))
-    counts = torch.searchsorted(where, ends)
+    ends = to_device_async(positions.device, torch.tensor(lengths).cumsum(0))
+    counts = torch.searchsorted(positions, ends)
     return counts.diff(prepend=counts.new_zeros(1)).tolist()
 
 
-def _spread(each: Tensor, lengths: Sequence[int], count: int, where: Tensor | None) -> Tensor:
+def _spread(each: Tensor, lengths: Sequence[int], count: int, positions: Tensor | None) -> Tensor:
     """Repeat a figure of each weight (last dimension) for each of its values that are sent."""
     sizes = to_device_async(each.device, torch.tensor(lengths))
-    if where is None:
+    if positions is None:
         return each.repeat_interleave(sizes, dim=1, output_size=count)
     owner = torch.arange(len(lengths), device=each.device).repeat_interleave(
         sizes, output_size=count
     )
-    return each[:, owner[where]]
+    return each[:, owner[positions]]
 
 
 def _ranges(change: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -143,15 +143,15 @@ def _check_tensor(
     value: object,
     dtype: torch.dtype,
     device: torch.device,
-    wanted: str,
+    remedy: str,
 ) -> None:
     """Raise CodecError if a value is not a tensor of this dtype on this device."""
     if not isinstance(value, Tensor):
         kind = type(value).__name__
-        raise CodecError(f"{source} returned an object of class {kind}; {wanted}.")
+        raise CodecError(f"{source} returned an object of class {kind}; {remedy}.")
     if value.dtype != dtype or value.device != device:
         kind_text = f"{value.dtype} on {value.device}"
-        raise CodecError(f"{source} returned a tensor of {kind_text}; {wanted}.")
+        raise CodecError(f"{source} returned a tensor of {kind_text}; {remedy}.")
 
 
 # --- before a run -------------------------------------------------------------------------------

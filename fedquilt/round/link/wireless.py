@@ -16,7 +16,7 @@ from typing_extensions import override
 from fedquilt import noise
 from fedquilt.checks import one_of, within
 from fedquilt.round.link.columns import Loss
-from fedquilt.round.link.dealt import check_dealt, dealt, shown, take_lists
+from fedquilt.round.link.per_client import as_text, check_lengths, convert_lists, value_of
 
 Fading = Literal["rayleigh", "constant"]
 
@@ -90,7 +90,7 @@ class Wireless(Loss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        take_lists(self, "distances")
+        convert_lists(self, "distances")
         within(
             self,
             bandwidth="[1, 1e12]",
@@ -106,19 +106,19 @@ class Wireless(Loss):
 
     def __str__(self) -> str:
         distance_text = (
-            f"at {shown(self.distances)} m" if self.distances else f"within {self.radius:g} m"
+            f"at {as_text(self.distances)} m" if self.distances else f"within {self.radius:g} m"
         )
         return f"columns lost by radio {distance_text}, {self.fading} fading"
 
     @override
     def check(self, num_clients: int) -> None:
         if self.distances:
-            check_dealt(self, num_clients, "distances")
+            check_lengths(self, num_clients, "distances")
 
     def distance(self, client: int, seed: int) -> float:
         """Return the distance between a client and the server in metres."""
         if self.distances:
-            return dealt(self.distances, client)
+            return value_of(self.distances, client)
         key = torch.tensor(noise.key(noise.Stream.WIRELESS_DISTANCE, seed, client))
         fraction = noise.uniform(key, (1,), torch.float64)
         # The square root makes clients uniform over the area of the disc.

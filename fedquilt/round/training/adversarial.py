@@ -65,13 +65,13 @@ class Adversarial(Wrapping):
         if self._clean:
             clean = view.through(0.0)
             losses.append(self._weighted(clean, 1 - weight))
-            view.seen.update(clean.seen)
+            view.norm_statistics.update(clean.norm_statistics)
         if self._noised:
             noised = view.through(
-                1.0, weights={**view.weights, **view.seen}, inputs=self._attacked(view)
+                1.0, weights={**view.weights, **view.norm_statistics}, inputs=self._attacked(view)
             )
             losses.append(self._weighted(noised, weight))
-            view.seen.update(noised.seen)
+            view.norm_statistics.update(noised.norm_statistics)
         return torch.stack(losses).sum()
 
     def _weighted(self, view: View, weight: float | Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Adversarial(Wrapping):
         start_noise = noise.uniform(
             noise.fold_in(view.key, noise.Stream.ATTACK_START), view.inputs.shape, view.inputs.dtype
         )
-        weights = {**view.weights, **view.seen}  # Statistics of clean samples included.
+        weights = {**view.weights, **view.norm_statistics}  # Statistics of clean samples included.
         still = view.through(1.0, weights={name: value.detach() for name, value in weights.items()})
         still.mode = self._searching(still.mode)
 

@@ -55,23 +55,27 @@ class PGD:
                 "range."
             )
 
-    def __call__(self, loss: Callable[[Tensor], Tensor], inputs: Tensor, drawn: Tensor) -> Tensor:
+    def __call__(
+        self, loss: Callable[[Tensor], Tensor], inputs: Tensor, start_noise: Tensor
+    ) -> Tensor:
         """Return the attacked samples.
 
         Args:
             loss: Function of samples. It may be a mean or a sum over samples, because only the sign
                 of its gradient is used.
             inputs: (sample, …) Samples to attack.
-            drawn: (sample, …) Random numbers in [0, 1) that give the starting point.
+            start_noise: (sample, …) Random numbers in [0, 1) that give the starting point.
         """
-        return self._climbed(grad(loss), inputs, drawn)
+        return self._climbed(grad(loss), inputs, start_noise)
 
-    def _climbed(self, slope: Callable[[Tensor], Tensor], inputs: Tensor, drawn: Tensor) -> Tensor:
+    def _climbed(
+        self, slope: Callable[[Tensor], Tensor], inputs: Tensor, start_noise: Tensor
+    ) -> Tensor:
         lower, upper = (
             (inputs + offset).clamp(self.low, self.high) for offset in (-self.eps, self.eps)
         )
         attacked = (
-            (inputs + self.eps * (2 * drawn - 1)).clamp(self.low, self.high)
+            (inputs + self.eps * (2 * start_noise - 1)).clamp(self.low, self.high)
             if self.start
             else inputs
         )

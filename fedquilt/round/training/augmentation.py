@@ -157,22 +157,22 @@ def _flipped(images: Tensor, axes: tuple[int, ...], key: Tensor) -> Tensor:
     return images
 
 
-def _flipped_axes(asked: tuple[int, ...], dims: int) -> tuple[int, ...]:
+def _flipped_axes(flip_axes: tuple[int, ...], dims: int) -> tuple[int, ...]:
     """Return the dimensions of (sample, channel, *size) that are flipped.
 
     Args:
-        asked: Axes of the size, 0 for the first and -1 for the last. Empty: only the last.
+        flip_axes: Axes of the size, 0 for the first and -1 for the last. Empty: only the last.
         dims: Number of axes of the size.
     """
-    if unfit := [axis for axis in asked if not -dims <= axis < dims]:
+    if unfit := [axis for axis in flip_axes if not -dims <= axis < dims]:
         raise ConfigError(
-            f"flip_axes = {list(asked)} was asked for; images have {dims} axes, so that {unfit[0]} "
-            f"is none of them. 0 to {dims - 1} would fit, and -1 for the last."
+            f"flip_axes = {list(flip_axes)} was asked for; images have {dims} axes, so that "
+            f"{unfit[0]} is none of them. 0 to {dims - 1} would fit, and -1 for the last."
         )
-    axes = tuple(2 + axis % dims for axis in asked or (-1,))
+    axes = tuple(2 + axis % dims for axis in flip_axes or (-1,))
     if len(set(axes)) < len(axes):
         raise ConfigError(
-            f"flip_axes = {list(asked)} was asked for; images have {dims} axes, so that one of "
+            f"flip_axes = {list(flip_axes)} was asked for; images have {dims} axes, so that one of "
             "them is named twice. Name each once."
         )
     return axes

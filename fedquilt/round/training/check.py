@@ -93,7 +93,7 @@ class _Checked(Objective):
     """A wrapper that checks an objective's loss and records the nets that it runs."""
 
     objective: Objective  # Objective that is checked
-    asked: str  # Beginning of error messages: what was asked for
+    request: str  # Beginning of error messages: what was asked for
     run: list[Member] = field(default_factory=list)  # Nets in the order of their runs
 
     @override
@@ -105,35 +105,36 @@ class _Checked(Objective):
         loss: object = self.objective(_Recording(**values, run=self.run))
         if not isinstance(loss, Tensor):
             raise ConfigError(
-                f"{self.asked}, which returned {type(loss).__name__} {loss!r:.40}. {_WORKS} A "
+                f"{self.request}, which returned {type(loss).__name__} {loss!r:.40}. {_WORKS} A "
                 "number that was taken out of a tensor, as by `.item()`, has no gradient."
             )
         if loss.shape or not loss.is_floating_point():
             raise ConfigError(
-                f"{self.asked}, which returned {loss.dtype} of shape {tuple(loss.shape)}. {_WORKS}"
+                f"{self.request}, which returned {loss.dtype} of shape {tuple(loss.shape)}. "
+                f"{_WORKS}"
             )
         return loss
 
 
-def _check_members(asked: str, named: object) -> None:
+def _check_members(request: str, named: object) -> None:
     """Refuse a result of `nets` that is not a tuple of members.
 
     Engines use the tuple as a key of dictionaries, which a list cannot be.
     """
     if not isinstance(named, tuple) or not all(isinstance(net, Member) for net in named):
         raise ConfigError(
-            f"{asked}; its `nets` returned {named!r:.80}. A tuple of members works, such as "
+            f"{request}; its `nets` returned {named!r:.80}. A tuple of members works, such as "
             "(member,)."
         )
 
 
-def _check_named(asked: str, named: tuple[Member, ...], run: list[Member]) -> None:
+def _check_named(request: str, named: tuple[Member, ...], run: list[Member]) -> None:
     """Refuse an objective that runs nets which its `nets` does not name.
 
     Costs and the plans of engines are derived from `nets`.
 
     Args:
-        asked: Beginning of the error message.
+        request: Beginning of the error message.
         named: Nets that the objective names.
         run: Nets that it has run.
     """
@@ -141,7 +142,7 @@ def _check_named(asked: str, named: tuple[Member, ...], run: list[Member]) -> No
     if missing:
         names = ", ".join(_net_name(net) for net in named) or "none"
         raise ConfigError(
-            f"{asked}, which ran {_net_name(missing[0])}; its `nets` names {names}. Costs and "
+            f"{request}, which ran {_net_name(missing[0])}; its `nets` names {names}. Costs and "
             f"memory are counted by `nets`: add {_code(missing[0])} to the tuple that nets(member) "
             "returns."
         )

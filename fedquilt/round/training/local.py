@@ -18,7 +18,7 @@ from fedquilt.round.training.objectives import (
     TaskLoss,
     Wrapping,
     around,
-    found_wrapper,
+    resolve_wrapper,
 )
 from fedquilt.round.training.optimizers import SGD, Adam, AdamW
 from fedquilt.round.training.schedules import Constant, Cosine, Steps, WithinRound
@@ -92,7 +92,7 @@ class LocalTraining:
             problems["norm"] = str(error)
         try:
             if self.objective is not None:
-                object.__setattr__(self, "objective", found_wrapper(self.objective))
+                object.__setattr__(self, "objective", resolve_wrapper(self.objective))
         except ConfigError as error:
             problems["objective"] = str(error)
         refuse(self, problems)

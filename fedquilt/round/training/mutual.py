@@ -84,9 +84,9 @@ class Mutual(Wrapping):
             (other_variant,) = (name for name in self.pair if name != variant)
             student, teacher = view.member.at(variant), self._teacher(view, other_variant)
             outputs = view.logits(student)
-            student_view = replace(view, member=student, seen={})
+            student_view = replace(view, member=student, norm_statistics={})
             losses += (self.objective(student_view), self._apart(view, outputs, teacher))
-            view.seen |= student_view.seen
+            view.norm_statistics |= student_view.norm_statistics
             if not self.detach and len(self.students) == 1:
                 assert view.taught is not None, (
                     "a learner with `taught` has the logits from before the batch"

@@ -147,7 +147,7 @@ class MaskedCrossEntropy(Objective):
         if not view.task.has_classes:
             return view.loss(logits)
         if self.by == "client":
-            present = view.held
+            present = view.classes_present
         else:
             classes = torch.arange(logits.shape[1], device=logits.device)
             present = (view.targets.reshape(-1, 1) == classes).any(0)
@@ -288,38 +288,38 @@ def net_at(member: Member, share: float | None) -> Member:
 OBJECTIVES: dict[str, type[Wrapping]] = {"proximal": Proximal}
 
 
-def found_wrapper(given: object) -> Wrapping:
+def resolve_wrapper(value: object) -> Wrapping:
     """Return a wrapper, given the wrapper itself, its name, or `file.py:Class`.
 
     Raises:
         ConfigError: It is not a wrapper, or it already has an innermost objective, which the loss
             would replace.
     """
-    if isinstance(given, str):
-        kind = find(OBJECTIVES, given, "objective")
+    if isinstance(value, str):
+        kind = find(OBJECTIVES, value, "objective")
         try:
             wrapper = kind()
         except Exception as error:  # A user's class may raise anything.
             raise ConfigError(
-                f"{given!r} was called for a Wrapping and failed: {said(error)}"
+                f"{value!r} was called for a Wrapping and failed: {said(error)}"
             ) from error
-        return found_wrapper(wrapper)
-    if not isinstance(given, Wrapping):
-        value = f"the class {given.__name__}" if isinstance(given, type) else f"{given!r}"
+        return resolve_wrapper(wrapper)
+    if not isinstance(value, Wrapping):
+        text = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r}"
         names = ", ".join(map(repr, OBJECTIVES))
         raise ConfigError(
-            f"{value} was asked for; an instance of a class derived from Wrapping fits, such as "
+            f"{text} was asked for; an instance of a class derived from Wrapping fits, such as "
             f"Proximal(mu=0.1), or its name: {names}, or 'file.py:Class'. Another objective is "
             "chosen in `Method.learner`."
         )
-    innermost = wrapped_chain(given)[-1].objective
+    innermost = wrapped_chain(value)[-1].objective
     if innermost != TaskLoss():
         raise ConfigError(
-            f"{type(given).__name__} was asked for around {innermost}; local training puts the "
+            f"{type(value).__name__} was asked for around {innermost}; local training puts the "
             "loss there, which the other settings choose. Leave `objective` out of the innermost "
             "wrapper."
         )
-    return given
+    return value
 
 
 def wrapped_chain(outermost: Wrapping) -> list[Wrapping]:

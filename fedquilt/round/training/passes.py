@@ -97,7 +97,9 @@ class GradientPass(ClientPass):
 
         def loss_of(weights: State) -> Tensor:
             return self.objective(
-                replace(view, weights={**view.weights, **weights}, known={}, seen={})
+                replace(
+                    view, weights={**view.weights, **weights}, logits_by_net={}, norm_statistics={}
+                )
             )
 
         gradients: State = grad(loss_of)(moving)
@@ -185,7 +187,7 @@ class StatisticsPass(ClientPass):
     @override
     def __call__(self, view: View) -> State:
         view.logits()
-        return dict(view.seen)
+        return dict(view.norm_statistics)
 
     @override
     def merged(self, parts: Sequence[Weights], sizes: Sequence[int]) -> State:

@@ -94,7 +94,10 @@ def gradient(
             task=learner.task,
         )
         loss = objective(view)
-        return loss, (loss.detach(), {name: value.detach() for name, value in view.seen.items()})
+        return loss, (
+            loss.detach(),
+            {name: value.detach() for name, value in view.norm_statistics.items()},
+        )
 
     grads, aux = grad(loss_of, has_aux=True)(moving)
     return grads, aux
@@ -103,7 +106,7 @@ def gradient(
 def run_pass(
     learner: Learner,
     member: Member,
-    one: ClientPass,
+    client_pass: ClientPass,
     state: State,
     received: Received,
     batch: Batch,
@@ -113,7 +116,7 @@ def run_pass(
     Args:
         learner: Settings of training, and the task.
         member: The client's net.
-        one: The pass.
+        client_pass: The pass.
         state: Weights of the client, by name.
         received: Weights and slots that the client started from.
         batch: The batch.
@@ -124,14 +127,14 @@ def run_pass(
         state,
         *sample,
         received.weights,
-        one.mode(learner.local),
+        client_pass.mode(learner.local),
         batch.key,
         batch.taught,
         share=batch.share,
         slots=received.slots,
         task=learner.task,
     )
-    return {name: value.detach() for name, value in one(view).items()}
+    return {name: value.detach() for name, value in client_pass(view).items()}
 
 
 def clipped(grads: State, clip: float) -> State:
@@ -148,7 +151,7 @@ def clipped(grads: State, clip: float) -> State:
     return {name: g * factor for name, g in grads.items()}
 
 
-def laid_gradient(
+def grouped_gradient(
     learner: Learner,
     member: Member,
     objective: Objective,
@@ -172,16 +175,16 @@ def laid_gradient(
     moving = {name: state[name] for name in member.trainable}
     fixed = {name: value for name, value in state.items() if name not in moving}
 
-    def one(
+    def loss_of_client(
         weights: State,
         received: Received,
-        own: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        client_batch: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         taught: Tensor | None,
         logits: Tensor | None,
     ) -> Tensor:
-        inputs, targets, held, key, share = own
-        known = {} if logits is None else {member: logits}
-        sample = inputs, targets, held
+        inputs, targets, classes_present, key, share = client_batch
+        logits_by_net = {} if logits is None else {member: logits}
+        sample = inputs, targets, classes_present
         view = View(
             member,
             weights,
@@ -190,7 +193,7 @@ def laid_gradient(
             mode,
             key,
             taught,
-            known,
+            logits_by_net,
             share=share,
             slots=received.slots,
             task=learner.task,
@@ -202,9 +205,11 @@ def laid_gradient(
         if member in objective.nets(member):
             shares = batch.share if mode.scaler else None
             logits = net({**weights, **fixed}, batch.inputs, member.class_dim, shares)
-        own = (batch.inputs, batch.targets, batch.held, batch.key, batch.share)
+        client_batch = (batch.inputs, batch.targets, batch.held, batch.key, batch.share)
         dims = (0, 0, 0, None if batch.taught is None else 0, None if logits is None else 0)
-        losses = vmap(one, dims)({**weights, **fixed}, received, own, batch.taught, logits)
+        losses = vmap(loss_of_client, dims)(
+            {**weights, **fixed}, received, client_batch, batch.taught, logits
+        )
         return losses.sum(), losses.detach()  # A client's weights only affect its own loss.
 
     grads, losses = grad(loss_of, has_aux=True)(moving)

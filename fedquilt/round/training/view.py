@@ -24,14 +24,18 @@ class View:
     weights: State  # Its weights, by name.
     inputs: Tensor  # (sample, …).
     targets: Tensor  # (sample, …).
-    held: Tensor  # (class,) True where the client has samples of the class.
+    classes_present: Tensor  # (class,) True where the client has samples of the class.
     received: Weights  # Weights that the round started from.
     mode: Pass  # How nets run.
     key: Tensor  # Random key of the step.
     # Logits of the client's net before this batch. None unless the learner sets `taught`.
     taught: Tensor | None = None
-    known: dict[Member, Tensor] = field(default_factory=dict)  # Logits of nets that have been run.
-    seen: State = field(default_factory=dict)  # Norm statistics of the widest net that was run.
+    logits_by_net: dict[Member, Tensor] = field(
+        default_factory=dict
+    )  # Logits of nets that have been run.
+    norm_statistics: State = field(
+        default_factory=dict
+    )  # Norm statistics of the widest net that was run.
     condition: Tensor | None = None  # (sample,) Robustness of each sample. None: that of the mode.
     importance: Tensor | None = None  # (sample,) Factor of each sample's loss. None: 1.
     share: float | Tensor = 1.0  # Share of the client's net, which the scaler divides by.
@@ -49,14 +53,18 @@ class View:
             The logits (sample, class, …).
         """
         net = self.member if net is None else net
-        if net not in self.known:
-            self.known[net] = self._run(net).movedim(net.class_dim, 1)
-        return self.known[net]
+        if net not in self.logits_by_net:
+            self.logits_by_net[net] = self._run(net).movedim(net.class_dim, 1)
+        return self.logits_by_net[net]
 
     def through(self, robustness: float, **changes: Any) -> View:
         """Return a view with another robustness of norms, and with changes such as other inputs."""
         return replace(
-            self, mode=replace(self.mode, robustness=robustness), known={}, seen={}, **changes
+            self,
+            mode=replace(self.mode, robustness=robustness),
+            logits_by_net={},
+            norm_statistics={},
+            **changes,
         )
 
     def _run(self, net: Member) -> Tensor:
@@ -68,7 +76,7 @@ class View:
             logits, statistics = net.net(
                 self.weights, self.inputs, self.mode, self.key, self.condition, self.share
             )
-            self.seen |= {
+            self.norm_statistics |= {
                 name: value for name, value in statistics.items() if name in self.member.statistics
             }
             return logits
