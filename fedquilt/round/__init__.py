@@ -1,4 +1,25 @@
-"""One federated round, in the order of the data: clients → cut → link → local → merge → serve."""
+"""One federated round, in the order in which the data flows: `run_round` is the whole loop.
+
+Contracts, and what they are given:
+
+- `federation.py`: the world that methods see, and the federation that engines get.
+- `method.py`, `optional_steps.py`: the base class of methods.
+- `engine.py`: the base class of engines, which train and test clients.
+- `fold.py`: the contract of a fold, and the weights of clients.
+
+Steps of a round:
+
+- `budgets.py`: plans of a method, compared with the budgets of clients.
+- `client.py`, `client_state.py`, `client_checks.py`: what a client receives, sends and keeps.
+- `link/`: losses, codecs and the clock of messages between server and clients.
+- `training/`: what a client minimizes, and one step of it.
+- `deadline.py`: clients that are too late.
+- `merge.py`, `server_optimizers.py`: folds, and steps of the server towards their result.
+- `learning.py`, `teachers.py`, `students.py`: training of the server on public samples.
+- `evaluate.py`: the evaluation, made of `deployed.py` (nets to test), `ranking.py`,
+  `norm_statistics.py`, `eval_jobs.py` (tests as engines get them) and `scores.py` (results).
+- `labels.py`: names of results.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +171,7 @@ def run_round(
             method.resumed(job, memory_of(server, job), world)
     outcome, fold = train_until_deadline(federation, server, jobs, engine)
     for client, why in outcome.missing.items():
-        _log.warning("client %d did not answer in round %d: %s", client, server.round + 1, why)
+        _log.warning("client %d did not reply in round %d: %s", client, server.round + 1, why)
     merged = merged_of(method, fold, server)
     _check_merged(method, server, merged)
     new_server = replace(

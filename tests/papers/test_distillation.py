@@ -314,7 +314,7 @@ def test_the_best_of_several_states_is_kept(perceptron, make_data):
 
 @pytest.mark.parametrize("patience", [1, 2])
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_a_student_stops_after_so_many_comparisons_without_progress(
+def test_a_student_stops_after_a_number_of_comparisons_without_progress(
     engine, patience, perceptron, make_data, play
 ):
     how = ServerTraining(HUGE, steps=30, check_every=3, patience=patience)
@@ -544,7 +544,7 @@ def test_rows_of_classes_that_a_client_does_not_send_are_the_servers(perceptron,
     )
 
 
-def test_a_net_that_got_lost_says_nothing(perceptron, make_data):
+def test_a_net_that_got_lost_does_not_teach(perceptron, make_data):
     run = start(
         FedDF(prototypes=(1.0, 0.5)), perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC)
     )
@@ -717,7 +717,7 @@ def test_lessons_and_predictions_are_counted_in_macs(samples, perceptron, make_d
     ]
 
 
-def test_every_round_draws_public_samples_of_its_own():
+def test_every_round_draws_different_public_samples():
     draws = [drawn_positions(3, round, 6, NUM_PUBLIC).tolist() for round in range(5)]
     assert all(sorted(set(draw)) == draw and len(draw) == 6 for draw in draws)
     assert len({tuple(draw) for draw in draws}) > 1
@@ -926,7 +926,7 @@ def test_one_step_of_fedets_server_is_one_of_sgd_on_the_consensus_loss(perceptro
     torch.testing.assert_close(in_scope(after.weights, net.scope), expected, rtol=0, atol=1e-12)
 
 
-def test_the_representation_goes_back_where_shapes_allow(perceptron, make_data, play):
+def test_the_representation_is_sent_back_if_shapes_match(perceptron, make_data, play):
     """Prototypes of another width keep their own, and every net keeps its own output layer."""
     data, how = (
         make_data(perceptron, SIZES, public=NUM_PUBLIC),
@@ -1150,11 +1150,11 @@ def test_fed_ets_server_trains_the_first_net_and_clients_the_others(union, make_
 
 
 @pytest.mark.parametrize(
-    ("order", "told"),
+    ("order", "message"),
     [(("flat", "deep"), "'deep' has more multiply-adds"), (("flat",), "no other")],
 )
 def test_fed_et_refuses_a_union_whose_first_net_is_not_the_largest_of_several(
-    order, told, union, make_data
+    order, message, union, make_data
 ):
     nets = {
         "deep": fq.trace(Deep, torch.zeros(2, 4)),
@@ -1162,6 +1162,6 @@ def test_fed_et_refuses_a_union_whose_first_net_is_not_the_largest_of_several(
     }
     other = fq.union({name: nets[name] for name in order})
     with pytest.raises(
-        ConfigError, match=f"{told}.* A union of two or more nets, the largest first, would work"
+        ConfigError, match=f"{message}.* A union of two or more nets, the largest first, would work"
     ):
         start(FedET(), other, make_data(union, SIZES, public=NUM_PUBLIC), BY_NET)

@@ -235,7 +235,7 @@ def test_equation_2_freezes_what_earlier_nets_have_learnt(freeze, perceptron):
 
 @dataclass(frozen=True)
 class OuterOnly(FedResCuE):
-    """Nothing but what lies outside of the inner half learns."""
+    """Only weights outside of the inner half learn."""
 
     def learner(self, job, world):
         own = super().learner(job, world)
@@ -243,7 +243,7 @@ class OuterOnly(FedResCuE):
 
 
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack", "sequential"])
-def test_what_is_frozen_is_bit_identical_on_every_engine(layout, residual, make_data):
+def test_frozen_weights_are_bit_identical_on_every_engine(layout, residual, make_data):
     method, data = (
         with_local(OuterOnly(), optimizer=SHARP, batch_size=4),
         make_data(residual, (8, 8)),

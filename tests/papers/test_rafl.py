@@ -236,7 +236,7 @@ def test_without_weight_the_knowledge_net_is_that_of_fedavg(order, make_data):
 
 
 def stepped(run: fq.Run, job: Job, order: str) -> dict[str, Tensor]:
-    """Train a client's two nets with two plain optimizers of torch, and return the weights of both."""
+    """Train a client's two nets with two optimizers of torch, and return the weights of both."""
     family = run.world.family
     name = members_of(job.submodel.arch.variant)[1]
     nets = modules(family, dict(run.federation.initial), name, WHOLE)
@@ -292,15 +292,15 @@ def test_a_round_equals_plain_loops_with_momentum_and_weight_decay(order, make_d
 
 def test_in_turn_differs_from_together(make_data):
     family = plain_pairs()
-    one, other = (start(RaFL(local=LOCAL, order=order), family, make_data(family, SIZES)).train(1) for order in
-                  ("together", "in_turn"))  # fmt: skip
-    assert not torch.allclose(
-        one.server.weights["knowledge.first.weight"], other.server.weights["knowledge.first.weight"]
-    )
+    weights = []
+    for order in ("together", "in_turn"):
+        run = start(RaFL(local=LOCAL, order=order), family, make_data(family, SIZES)).train(1)
+        weights.append(run.server.weights["knowledge.first.weight"])
+    assert not torch.allclose(*weights)
 
 
 def test_the_released_steps_are_those_of_a_loop_that_lets_gradients_accumulate(make_data):
-    """The private net steps, then the knowledge net with the gradients of both squared differences."""
+    """The private net steps first. The knowledge net has the gradients of both squared errors."""
     family = plain_pairs()
     local = replace(LOCAL, optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.0))
     method = RaFL.preset("released", local=local)
@@ -511,7 +511,10 @@ def test_a_limit_of_the_private_net_alone_is_the_papers_account(world):
 def test_limits_that_no_pair_meets_name_the_smallest(world):
     with pytest.raises(
         BudgetError,
-        match=r"no pair of nets is within the budget macs 3: the smallest pair of nets \(small\) has",
+        match=(
+            r"no pair of nets is within the budget macs 3: "
+            r"the smallest pair of nets \(small\) has"
+        ),
     ):
         RaFL().fit(fq.Budget(macs=3), world)
 
@@ -584,7 +587,7 @@ def test_what_is_reported_by_limit_is_what_plain_modules_give(make_data):
     assert [labels[key] for key in run.metrics["private_accuracy"]] == ["56 MACs", "77 MACs"]
 
 
-def test_few_clients_are_tested_of_many(make_data):
+def test_a_sample_of_many_clients_is_tested(make_data):
     family = plain_pairs()
     run = start(
         RaFL(local=LOCAL),
@@ -620,7 +623,7 @@ def test_labels_are_limits_with_their_units(world):
     assert RaFL().label(fq.Budget(macs=28e6), world) == "28M MACs"
 
 
-def test_first_downloads_are_charged_once_and_told_apart(make_data):
+def test_first_downloads_are_charged_once_and_reported_separately(make_data):
     family = trained_pairs()
     run = start(RaFL(local=LOCAL, transfer=True), family, make_data(family, SIZES)).train(2)
     knowledge = 8 * family.count(family.at(WHOLE).whole)
@@ -644,7 +647,9 @@ def test_first_downloads_are_charged_once_and_told_apart(make_data):
     ("family", "transfer", "warns"),
     [(plain_pairs, False, 0), (trained_pairs, False, 1), (trained_pairs, True, 0)],
 )
-def test_weights_that_devices_cannot_draw_are_told(family, transfer, warns, make_data, caplog):
+def test_weights_that_devices_cannot_draw_give_a_warning(
+    family, transfer, warns, make_data, caplog
+):
     with caplog.at_level(logging.WARNING, "fedquilt"):
         start(RaFL(transfer=transfer), family(), make_data(family(), SIZES))
     assert (
@@ -688,13 +693,13 @@ def test_a_state_of_another_architecture_is_kept_and_a_new_one_started(make_data
     run.fleet = wide
     with caplog.at_level(logging.WARNING, "fedquilt"):
         run.train(2)
-    told = [
+    warnings = [
         record.getMessage()
         for record in caplog.records
         if "has the private net 'small'" in record.getMessage()
     ]
-    assert len(told) == 4
-    assert "and 'big' is planned for it in round 2. It keeps the old net" in told[1]
+    assert len(warnings) == 4
+    assert "and 'big' is planned for it in round 2. It keeps the old net" in warnings[1]
     kept = run.server.memory[1, ""].weights
     assert all(
         torch.equal(value, of_net(dict(kept), "small")[name]) for name, value in before.items()

@@ -125,7 +125,7 @@ def test_order_is_a_permutation(seed, count):
     assert sorted(order.tolist()) == list(range(count))
 
 
-def test_orders_differ_by_key_and_every_place_is_as_likely():
+def test_orders_differ_by_key_and_every_position_is_equally_likely():
     assert noise.order(noise.key(1), 50).tolist() != noise.order(noise.key(2), 50).tolist()
     firsts = torch.tensor([int(noise.order(noise.key(seed), 5)[0]) for seed in range(2000)])
     counts = torch.bincount(firsts, minlength=5)
@@ -141,7 +141,7 @@ def test_chosen_numbers_are_different_ascending_and_below(seed, count, more):
     assert all(0 <= number < count + more for number in chosen)
 
 
-def test_every_choice_is_as_likely():
+def test_every_choice_is_equally_likely():
     drawn = Counter(tuple(noise.choose(noise.key(seed), 2, 4)) for seed in range(3000))
     assert len(drawn) == 6
     assert sum((count - 500) ** 2 / 500 for count in drawn.values()) < 22  # chi² of 5 degrees

@@ -1,7 +1,13 @@
 """Simulated links between server and clients: losses, coding, bytes and time.
 
-A link has three optional parts: a loss (`columns.py`, `wireless.py`), a codec (`codec.py`,
-`coding.py`), and a clock (`clock.py`). Any method runs over any link, on every engine.
+A link has three optional parts. Any method runs over any link, on every engine.
+
+- Loss: `columns.py` (columns fail at a rate), `wireless.py` (rates of a radio model).
+- Codec: `codec.py` (quantized and sparse changes), `rotation.py` (random rotation before it), and
+  `coding.py` (messages of named tensors, and checks of a codec).
+- Clock: `clock.py` (time of a client's round).
+
+`transmission.py` has the identity of a message, and `per_client.py` settings that differ by client.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def test_the_documented_rate():
     assert low == high == pytest.approx(0.08, abs=0.005)
 
 
-def test_farther_is_worse_and_clients_have_their_own_distances():
+def test_error_rates_rise_with_the_distance_of_a_client():
     radio = fq.links.Wireless(distances=(100.0, 400.0, 900.0))
     rates = [radio.rates(client, 0)[0] for client in range(6)]
     assert rates[0] < rates[1] < rates[2]
@@ -66,7 +66,7 @@ def test_distances_are_drawn_evenly_over_a_disc_from_the_seed():
     assert RADIO.distance(7, 4) != RADIO.distance(7, 3)
 
 
-def test_rates_nobody_reaches_are_always_lost_and_those_of_the_near_never():
+def test_unreachable_rates_are_always_lost_and_those_of_near_clients_never():
     hopeless = fq.links.Wireless(min_rate=1e12)
     assert hopeless.rates(0, 0)[0] == 1.0
     for fading in ("rayleigh", "constant"):

@@ -46,7 +46,7 @@ LOCAL = fq.LocalTraining(batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1))
 
 @dataclass(frozen=True)
 class Everything(MethodState):
-    """One slot and one extra of each kind, with values that depend on all that `finish` is given."""
+    """One slot and one extra of each kind, with values that depend on all arguments of `finish`."""
 
     slots_down: tuple[str, ...] = ("sum",)
     slots_kept: tuple[str, ...] = ("own",)
@@ -356,7 +356,7 @@ def test_stacks_and_partial_folds_give_the_same(perceptron):
         )
 
 
-def test_nothing_that_arrived_leaves_the_state_as_it_is(perceptron):
+def test_the_state_is_unchanged_if_nothing_arrives(perceptron):
     server, found = updates(perceptron)
     fold = stateful(perceptron, server)
     fold.add(replace(found[0], sent=()))
@@ -418,7 +418,7 @@ class BranchingMethod(Stating):
 @pytest.mark.parametrize(
     "method", [Stating(state=Branching()), BranchingMethod()], ids=["state", "pass"]
 )
-def test_what_cannot_be_stacked_runs_client_by_client(
+def test_clients_that_cannot_be_stacked_run_one_by_one(
     method, perceptron, public_data, play, caplog
 ):
     runs = [
@@ -432,7 +432,7 @@ def test_what_cannot_be_stacked_runs_client_by_client(
 def test_clients_whose_extras_have_unequal_shapes_are_finished_one_by_one(
     perceptron, play, make_data
 ):
-    """What a client keeps may depend on its data; here the logits of as many samples as it has."""
+    """Extras that a client keeps may depend on its data, such as logits of all its samples."""
 
     @dataclass(frozen=True)
     class Own(LogitsPass):
@@ -482,7 +482,7 @@ class Bad(Everything):
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         ("unknown slot", r"sends the slots \['other', 'sum'\]; its learner declares \['sum'\]"),
         ("missing slot", r"keeps the slots \[\]; its learner declares \['own'\]"),
@@ -497,8 +497,8 @@ class Bad(Everything):
         ("extra not finite", "left state of its method that is not finite"),
     ],
 )
-def test_wrong_state_is_refused(how, told, engine, perceptron, public_data, play):
-    with pytest.raises(TrainingError, match=rf"client \d \(budget share 1\).*{told}"):
+def test_wrong_state_is_refused(how, message, engine, perceptron, public_data, play):
+    with pytest.raises(TrainingError, match=rf"client \d \(budget share 1\).*{message}"):
         play(Stating(state=Bad(how=how)), perceptron, public_data, engine=engine, rounds=1)
 
 

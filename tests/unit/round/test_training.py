@@ -82,7 +82,7 @@ def take_steps(
     batches: list[Batch],
     arch: Arch | None = None,
 ):
-    """What an engine does with one client."""
+    """Train one client as an engine does."""
     member = family.member(arch or family.whole)
     received, slots, count = state, learner.start_slots(state, member), 0
     for batch in batches:
@@ -186,7 +186,7 @@ def test_adams_step_in_place_is_its_step(optimizer):
 
 
 @pytest.mark.parametrize("optimizer", [Adam(), AdamW()], ids=["Adam", "AdamW"])
-def test_fednovas_pace_is_refused_for_adam(optimizer):
+def test_fednovas_step_count_is_refused_for_adam(optimizer):
     with pytest.raises(
         ConfigError, match=f"FedNova was asked to normalize steps of {type(optimizer).__name__};"
     ):
@@ -249,7 +249,7 @@ def test_an_epoch_meets_every_sample_once(size, batch_size, epochs):
     assert [b.tolist() for b in batches] == [b.tolist() for b in itinerary(size, local, key=5)]
 
 
-def test_epochs_and_clients_have_orders_of_their_own():
+def test_epochs_and_clients_have_different_orders():
     local = LocalTraining(batch_size=50, epochs=2)
     first, second = itinerary(50, local, key=1)
     assert first.tolist() != second.tolist()
@@ -293,7 +293,7 @@ def test_only_images_are_augmented(local):
         augment(torch.zeros(2, 5, dtype=torch.int64), local, torch.tensor(noise.key(0)))
 
 
-def test_crops_of_nothing_but_padding_are_refused():
+def test_crops_that_may_contain_only_padding_are_refused():
     key, images = torch.tensor(noise.key(0)), torch.ones(50, 1, 6, 4)
     assert augment(images, LocalTraining(crop=3), key).flatten(1).any(1).all()
     with pytest.raises(
@@ -674,7 +674,7 @@ def test_noise_of_dropout_changes_with_every_step(language):
         ),
     ],
 )
-def test_impossible_settings_are_refused_when_they_are_made(make, message):
+def test_impossible_settings_are_refused_at_construction(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
