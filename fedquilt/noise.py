@@ -257,10 +257,8 @@ def dirichlet(words: Tensor, count: int, alpha: float) -> Tensor:
     attempt = 0
     while bool((open_ := logs.isnan()).any()):
         site = fold_in(words, attempt)
-        x, u = (
-            normal(site, (count,), torch.float64),
-            uniform(fold_in(site, _ACCEPTED), (count,), torch.float64) + 2.0**-25,
-        )
+        x = normal(site, (count,), torch.float64)
+        u = uniform(fold_in(site, _ACCEPTED), (count,), torch.float64) + 2.0**-25
         v = (1 + x / math.sqrt(9 * d)) ** 3
         good = (
             open_

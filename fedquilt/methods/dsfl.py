@@ -233,7 +233,8 @@ class DSFL(Prototypes):
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
         if OUTPUTS not in outputs:  # No client has sent predictions.
             return server
-        rows, how = outputs[OUTPUTS], self.server_training
+        rows = outputs[OUTPUTS]
+        how = self.server_training
         positions = drawn_positions(
             world.seed, server.round - 1, self.draw(world), world.num_public
         )

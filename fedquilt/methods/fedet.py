@@ -227,7 +227,8 @@ class FedET(Prototypes):
 
     def _transferred(self, server: Server, world: World) -> dict[str, Tensor]:
         """Return the weights of prototypes that are replaced by those of the server's net."""
-        layout, net = world.family.layout, self.server_net(world)
+        layout = world.family.layout
+        net = self.server_net(world)
         transferred: dict[str, Tensor] = {}
         if layout.nets:
             return transferred

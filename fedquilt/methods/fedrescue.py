@@ -37,7 +37,8 @@ class Progressive(SampledWidths):
         whole_objective = self.local.build_objective()
         if self.count < 0:  # S = 0
             return (Phase(whole_objective),)
-        phases, inner = [], 0.0
+        phases = []
+        inner = 0.0
         for ratio in ratios:  # Lines 6 to 9. The net θ×0 before the first one is empty.
             objective = self.local.build_objective(ratio)
             if self.alpha:

@@ -72,7 +72,9 @@ class FedRolex(Method):
 
         On an axis of K channels it starts at (offset + round · step) mod K, and wraps around.
         """
-        axes, sizes, starts = world.family.layout.axes, world.family.layout.sizes, {}
+        axes = world.family.layout.axes
+        sizes = world.family.layout.sizes
+        starts = {}
         for axis, width in member.widths:
             start = self.offset + round * self._step(
                 self._share(budget) or width / sizes[axis], sizes[axis]
@@ -133,5 +135,7 @@ def rounds_to_cover_random(indices: int, times: int = 1) -> float:
     t = torch.linspace(0.0, end, 400_001, dtype=torch.float64)
     rare = torch.special.gammaincc(torch.tensor(float(times), dtype=torch.float64), t)
     missed = -torch.expm1(indices * torch.log1p(-rare.clamp(max=1.0 - 2.0**-53)))
-    ends, odd, even = missed[0] + missed[-1], missed[1:-1:2].sum(), missed[2:-1:2].sum()
+    ends = missed[0] + missed[-1]
+    odd = missed[1:-1:2].sum()
+    even = missed[2:-1:2].sum()
     return float(indices * (ends + 4 * odd + 2 * even) * (t[1] - t[0]) / 3)  # Simpson's rule

@@ -368,10 +368,8 @@ class RaFL(Method):
             counts: Number of devices with each budget.
             world: World with a union.
         """
-        family, limited = (
-            world.family,
-            {budget: count for budget, count in counts.items() if budget.macs},
-        )
+        family = world.family
+        limited = {budget: count for budget, count in counts.items() if budget.macs}
         step = self.training_step(world) if any(budget.memory for budget in counts) else None
         pairs = {budget: family.member(self.fit(budget, world)) for budget in counts}
         total = sum(counts.values())
@@ -483,7 +481,8 @@ class RaFL(Method):
         """
         if memory is None:
             return
-        stored, planned = private_name(memory.submodel), private_name(job.submodel)
+        stored = private_name(memory.submodel)
+        planned = private_name(job.submodel)
         trainable_names = world.family.member(world.family.at(planned).whole).trainable
         if stored != planned and not any(name in memory.weights for name in trainable_names):
             _log.warning(

@@ -41,7 +41,8 @@ class Corrected(Wrapping):
     @override
     def __call__(self, view: View) -> Tensor:
         loss = self.objective(view)
-        control, client_control = view.slots[CONTROL], view.slots[CLIENT_CONTROL]
+        control = view.slots[CONTROL]
+        client_control = view.slots[CLIENT_CONTROL]
         for name in control:
             weight = view.weights[name]
             loss = (
@@ -62,7 +63,8 @@ class ControlVariates(MethodState):
     @override
     def finish(self, trained: Trained) -> Left:
         """Return c_i⁺, which the client keeps, and c_i⁺ − c_i, which it sends."""
-        control, client_control = trained.slots[CONTROL], trained.slots[CLIENT_CONTROL]
+        control = trained.slots[CONTROL]
+        client_control = trained.slots[CLIENT_CONTROL]
         new = {name: self._updated(trained, name) for name in control}
         return Left(
             {CLIENT_CONTROL: new},
@@ -73,7 +75,8 @@ class ControlVariates(MethodState):
         if self.option == "I":  # The gradient at the received weights.
             return trained.passes["gradient"][name]
         drift = trained.received[name] - trained.weights[name]
-        control, client_control = trained.slots[CONTROL][name], trained.slots[CLIENT_CONTROL][name]
+        control = trained.slots[CONTROL][name]
+        client_control = trained.slots[CLIENT_CONTROL][name]
         return client_control - control + drift / (trained.steps * trained.lr)
 
 
@@ -141,7 +144,8 @@ class Scaffold(Method):
                 f"{type(self).__name__} was asked for in a world of unknown size; it divides by "
                 "the number of clients of the fleet. World(…, num_clients=100) works."
             )
-        cutter, plain = world.family.cutter, frozenset(world.family.statistics)
+        cutter = world.family.cutter
+        plain = frozenset(world.family.statistics)
         optimizer = self.server_optimizer if self.server_lr == 1 else ServerStep(self.server_lr)
         mean = Mean(cutter, self.weighting, optimizer, plain=plain).begin(server)
         change = Sum(cutter, scale=1 / world.num_clients).begin(as_weights(server, CONTROL))

@@ -155,7 +155,8 @@ class SplitMix(Method):
         weights that are not cut, such as the output bias, and are equal on axes with fewer channels
         than there are base nets.
         """
-        family, member = world.family, self._member(world)
+        family = world.family
+        member = self._member(world)
         weights: dict[str, Tensor] = {}
         for index in range(self.count):
             # The first has the seed of the run, so that a single base net starts as FedAvg does.

@@ -156,7 +156,9 @@ def run_round(
         rounds: Number of rounds of the run. The last one is always evaluated.
         evaluation: Settings of the evaluation.
     """
-    began, world, method = time.perf_counter(), federation.world, federation.method
+    began = time.perf_counter()
+    world = federation.world
+    method = federation.method
     cohort = [
         fleet.client(id, server.round, world.seed, engine.size(id), position)
         for position, id in enumerate(fleet.draw_cohort(server.round, world.seed, engine.online()))
@@ -186,7 +188,8 @@ def run_round(
     if evaluation.due(new_server.round, rounds):
         remembered = replace(new_server, memory=ChainMap(outcome.memory, server.memory))
         grades = grade(federation, remembered, fleet, engine, evaluation)
-    total, copies = outcome.total, method.copies
+    total = outcome.total
+    copies = method.copies
     record = Record(
         round=new_server.round,
         seconds=time.perf_counter() - began,

@@ -31,7 +31,8 @@ def planned(method: Method, server: Server, client: Client, world: World) -> lis
         SubmodelError: The plan is something else, or empty although the method does not skip
             clients.
     """
-    name, plan = type(method).__name__, method.plan(server, client, world)
+    name = type(method).__name__
+    plan = method.plan(server, client, world)
     whom = f"for client {client.id} (budget {client.budget}) in round {server.round + 1}"
     if not isinstance(plan, Sequence) or not all(isinstance(item, Submodel) for item in plan):
         kinds = {type(item).__name__: None for item in plan} if isinstance(plan, Sequence) else {}

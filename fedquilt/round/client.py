@@ -116,9 +116,14 @@ def receive(
         memory: What the client kept from earlier rounds, by global position.
         initial: All weights before the first round, by scope and name.
     """
-    family, submodel, link = federation.world.family, job.submodel, federation.link
-    member, cutter, index = family.member(submodel), family.cutter, submodel.held
-    names, shared = learner.names(member), learner.received(member)
+    family = federation.world.family
+    submodel = job.submodel
+    link = federation.link
+    member = family.member(submodel)
+    cutter = family.cutter
+    index = submodel.held
+    names = learner.names(member)
+    shared = learner.received(member)
     with blamed(job, "receiving"):
         reference = _known(federation, job, shared, memory, initial) if link.tracks else {}
         arrival = link.down(
@@ -185,7 +190,8 @@ def _state_slots(
 
     Values that did not arrive are those that the client remembers, or else zero.
     """
-    cutter, index = federation.world.family.cutter, job.submodel.held
+    cutter = federation.world.family.cutter
+    index = job.submodel.held
     names = learner.slotted(federation.world.family.member(job.submodel))
     weights = {name: state[name] for name in names}
     state_slots = {}
@@ -253,7 +259,8 @@ def upload_of(
     """
     if not learner.state:
         return Payload(upload, weights)
-    narrow, index = federation.world.family.cutter.narrow, job.submodel.held
+    narrow = federation.world.family.cutter.narrow
+    index = job.submodel.held
     slots = {slot: narrow(values, index, upload.held) for slot, values in left.sent.items()}
     coded = tuple(name for name in learner.state.coded_extras if name in left.sent_extras)
     return Payload(upload, weights, slots, left.sent_extras, coded)
@@ -271,7 +278,8 @@ def untrained_upload(
         upload: Positions that are sent.
         start: What it starts from.
     """
-    family, index = federation.world.family, job.submodel.held
+    family = federation.world.family
+    index = job.submodel.held
     member = family.member(job.submodel)
 
     def cut(names: Iterable[str], values: Weights) -> dict[str, Tensor]:
@@ -302,7 +310,9 @@ def send(
         memory: What the client kept from earlier rounds.
         initial: All weights before the first round.
     """
-    link, cutter, index = federation.link, federation.world.family.cutter, job.submodel.held
+    link = federation.link
+    cutter = federation.world.family.cutter
+    index = job.submodel.held
     residual = recalled(federation, job, "residual", known, memory) if link.feedback else {}
     lost = residual
     with blamed(job, "sending"):
@@ -390,7 +400,8 @@ def own_state(federation: Federation, server: Server, job: Job, device: torch.de
     names = learner.received(world.family.member(job.submodel))
     cut = world.family.cutter.gather(server.weights, job.submodel, names)
     near = replace(federation, link=PERFECT)
-    payload, memory = Payload(job.submodel, cut), memory_of(server, job)
+    payload = Payload(job.submodel, cut)
+    memory = memory_of(server, job)
     return receive(near, job, learner, payload, memory, federation.initial_on(device)).state
 
 

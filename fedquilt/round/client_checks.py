@@ -79,7 +79,8 @@ def check_left(job: Job, learner: Learner, member: Member, left: Left) -> None:
 def _check_slot(description: str, values: Weights, learner: Learner, member: Member) -> None:
     names = learner.slotted(member)
     if set(values) != set(names):
-        missing, unknown = sorted(set(names) - set(values)), sorted(set(values) - set(names))
+        missing = sorted(set(names) - set(values))
+        unknown = sorted(set(values) - set(names))
         raise TrainingError(
             f"{description}, in which {missing or 'nothing'} is missing and {unknown or 'nothing'} "
             "is unknown; a tensor for every weight that is trained and travels both ways would "

@@ -51,7 +51,8 @@ def kept_state(
     """
     if not learner.state:
         return left
-    kept_slots, kept_extras = dict(left.kept), dict(left.kept_extras)
+    kept_slots = dict(left.kept)
+    kept_extras = dict(left.kept_extras)
     if federation.link.lossy:
         kept_slots |= {slot: slots[slot] for slot in learner.state.slots_down}
         kept_extras |= {name: extras[name] for name in learner.state.extras_down if name in extras}
@@ -147,9 +148,11 @@ def joined_states(
     # Weights of a variant that the client trained only in an earlier round are kept too.
     names = list({**old.weights, **new.weights})
     weights = joined(cutter.gather(initial, union, names), old.weights, new.weights)
-    sizes, slots = family.layout.sizes | arch.sizes, {}
+    sizes = family.layout.sizes | arch.sizes
+    slots = {}
     for slot in {**old.slots, **new.slots}:
-        before, after = old.slots.get(slot, {}), new.slots.get(slot, {})
+        before = old.slots.get(slot, {})
+        after = new.slots.get(slot, {})
         values = {**before, **after}
         empty = {name: v.new_zeros(family.layout.shape(name, sizes)) for name, v in values.items()}
         slots[slot] = joined(empty, before, after)

@@ -73,11 +73,9 @@ def round_seconds(federation: Federation, outcome: Outcome) -> float | None:
     link = federation.link
     if link.clock is None:
         return None
-    return (
-        link.deadline
-        if outcome.late
-        else link.clock.slowest(outcome.costs, federation.method.copies)
-    )
+    if outcome.late:
+        return link.deadline
+    return link.clock.slowest(outcome.costs, federation.method.copies)
 
 
 def _late(federation: Federation, costs: Mapping[int, Spent]) -> dict[int, float]:

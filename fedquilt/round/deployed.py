@@ -126,7 +126,8 @@ def ready(
         engine: Engine that has the samples.
         batch_size: Norm statistics are means over batches of this size.
     """
-    method, family = federation.method, federation.world.family
+    method = federation.method
+    family = federation.world.family
     cuts = cut_nets(federation, server, submodels)
     if method.local.norm.measures and family.statistics:
         net_statistics = measured_statistics(federation, list(cuts.items()), engine, batch_size)

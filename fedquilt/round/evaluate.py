@@ -131,7 +131,8 @@ def grade(
         engine: Engine that has the samples.
         how: Settings of the evaluation.
     """
-    method, world = federation.method, federation.world
+    method = federation.method
+    world = federation.world
     grades = _tested(federation, server, fleet, engine, how)
     if method.keeps_nets:
         grades.metrics.update(_kept_by_clients(federation, server, fleet, engine, how))
@@ -192,9 +193,12 @@ def _tests_of_kept_nets(
     federation: Federation, server: Server, client: Client, engine: Engine, how: Evaluation
 ) -> Iterator[tuple[str, EvalJob]]:
     """Yield tests of the nets that a client keeps, each with the name of its metric."""
-    method, world = federation.method, federation.world
-    main, memory = world.task.main.name, server.memory[client.id, ""]
-    label, own_classes = share_label(method, client.budget, world), _among_own_classes(federation)
+    method = federation.method
+    world = federation.world
+    main = world.task.main.name
+    memory = server.memory[client.id, ""]
+    label = share_label(method, client.budget, world)
+    own_classes = _among_own_classes(federation)
     for name, net in method.kept_nets(memory, world).items():
         state = _remembered(federation, net, memory, engine.device)
         if method.local.norm.measures and world.family.statistics:
@@ -213,7 +217,8 @@ def _remembered(
     federation: Federation, net: Submodel, memory: ClientState, device: torch.device
 ) -> dict[str, Tensor]:
     """Return a net's weights from a client's memory, with initial weights where it has none."""
-    cutter, initial = federation.world.family.cutter, federation.initial_on(device)
+    cutter = federation.world.family.cutter
+    initial = federation.initial_on(device)
     names = [name for name in federation.world.family.member(net).names if name in initial]
     first = cutter.gather(initial, net, names)
     return cutter.overlay(first, net.held, memory.weights, memory.submodel.held)
@@ -247,7 +252,9 @@ def _tested(
 
     If a method is personal, the clients' own models are tested instead.
     """
-    method, world, task = federation.method, federation.world, federation.world.task
+    method = federation.method
+    world = federation.world
+    task = federation.world.task
     server = ranked(federation, server, engine)
     if method.personal:
         scores: list[Score] = []
@@ -358,7 +365,8 @@ def _tested_clients(
     For a personal method they are drawn among clients that have trained, because most clients of a
     large fleet never have.
     """
-    personal, seed = federation.method.personal, federation.world.seed
+    personal = federation.method.personal
+    seed = federation.world.seed
     count = min(how.clients, fleet.num_clients)
     trained = (
         sorted({client for client, _ in server.memory})
@@ -398,7 +406,8 @@ def own_test(
         engine: Engine that has the samples.
         how: Settings of the evaluation.
     """
-    method, world = federation.method, federation.world
+    method = federation.method
+    world = federation.world
     nets = client_nets(method, server, client, world)
     jobs = [Job(client, net, server.round) for net in nets]
     states = {job.submodel: own_state(federation, server, job, engine.device) for job in jobs}
@@ -410,7 +419,8 @@ def own_test(
             net: {**state, **statistics}
             for (net, state), statistics in zip(states.items(), net_statistics, strict=True)
         }
-    label, own_classes = share_label(method, client.budget, world), _among_own_classes(federation)
+    label = share_label(method, client.budget, world)
+    own_classes = _among_own_classes(federation)
     return EvalJob(label, nets, joined(nets, states), client.id, own_classes, how.logit)
 
 

@@ -141,7 +141,8 @@ def _wrong_weights(merged: object, server: Weights) -> str:
             return f"weights without {name!r}"
         if name not in server:
             return f"the weight {name!r}, which the server does not have,"
-        value, expected = merged[name], server[name]
+        value = merged[name]
+        expected = server[name]
         if not isinstance(value, Tensor):
             return f"a {type(value).__name__} as {name!r}"
         if (value.shape, value.dtype) != (expected.shape, expected.dtype):

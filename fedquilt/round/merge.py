@@ -87,10 +87,8 @@ class Mean(Fold):
 
     @override
     def add(self, update: Update) -> None:
-        weight, effective_steps = (
-            client_weight(update, self.weighting, self.cutter),
-            update.effective_steps if self.paced else 1.0,
-        )
+        weight = client_weight(update, self.weighting, self.cutter)
+        effective_steps = update.effective_steps if self.paced else 1.0
         home = update.job.submodel.home
         for payload in update.sent:
             for piece, parts in self._pieces(payload.submodel.scope, payload.weights).items():
@@ -106,7 +104,8 @@ class Mean(Fold):
             weight / effective_steps for weight, effective_steps in zip(weights, paces, strict=True)
         ]
         for payload_index, state in enumerate(stacked):
-            submodel, home = updates[0].sent[payload_index].submodel, updates[0].job.submodel.home
+            submodel = updates[0].sent[payload_index].submodel
+            home = updates[0].job.submodel.home
             for piece, parts in self._pieces(submodel.scope, state).items():
                 scales = weights if piece.is_measured else ratios
                 if len(updates) == 1:  # There is nothing to sum.

@@ -84,7 +84,8 @@ def measured(
         samples: (sample, …) Two or more inputs of the model.
         batch_size: Samples per batch.
     """
-    example, samples = family.example_inputs[0], torch.as_tensor(samples)
+    example = family.example_inputs[0]
+    samples = torch.as_tensor(samples)
     if samples.shape[1:] != example.shape[1:] or len(samples) < 2:
         raise ConfigError(
             f"norms were to be measured over samples of shape {tuple(samples.shape)}; the model "

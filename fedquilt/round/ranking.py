@@ -29,7 +29,8 @@ def ranked(federation: Federation, server: Server, engine: Engine) -> Server:
         server: State to rank.
         engine: Engine that has the samples.
     """
-    method, world = federation.method, federation.world
+    method = federation.method
+    world = federation.world
     candidates = method.candidates(server, world)
     if not candidates:
         return server

@@ -119,7 +119,8 @@ class Teachers(Fold):
         if not update.sent or public is None:
             return
         submodel, (payload,) = update.job.submodel, update.sent
-        member, cutter = self.world.family.member(submodel), self.world.family.cutter
+        member = self.world.family.member(submodel)
+        cutter = self.world.family.cutter
         if self.variant is not None:
             member = member.at(self.variant)
         names = [name for name in member.names if submodel.scope + name in self.server.weights]

@@ -258,7 +258,8 @@ def _part(payload: Payload, reach: Submodel, transmission: Transmission) -> Payl
     """Return the part of a payload that arrived. Extras always arrive completely."""
     if reach is payload.submodel:
         return payload
-    narrow, sent_index = transmission.world.family.cutter.narrow, payload.submodel.held
+    narrow = transmission.world.family.cutter.narrow
+    sent_index = payload.submodel.held
     slots = {slot: narrow(values, sent_index, reach.held) for slot, values in payload.slots.items()}
     return replace(
         payload,

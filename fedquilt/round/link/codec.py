@@ -224,7 +224,8 @@ class Codec(BaseCodec):
         low, step = _spread(self._scale(ranges, change.dtype), lengths, len(change), positions)
         dither = noise.uniform(_key(rounding_key, change.device), change.shape, change.dtype)
         if positions is not None:
-            change, dither = change[positions], dither[positions]
+            change = change[positions]
+            dither = dither[positions]
         # The step is 0 if all values of a weight have changed by the same amount.
         exact = torch.where(step > 0, (change - low) / step, 0.0)
         codes = (exact + dither).floor().clamp(0, 2**self.bits - 1).to(torch.uint8)
@@ -323,7 +324,8 @@ def _ranges(change: Tensor, lengths: Sequence[int]) -> Tensor:
     low, high = (
         torch.segment_reduce(change, how, lengths=sizes, unsafe=True) for how in ("min", "max")
     )
-    lowest, highest = low.float(), high.float()
+    lowest = low.float()
+    highest = high.float()
     infinite = torch.full_like(lowest, torch.inf)
     lowest = torch.where(lowest.to(low.dtype) > low, torch.nextafter(lowest, -infinite), lowest)
     highest = torch.where(

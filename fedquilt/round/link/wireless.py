@@ -21,7 +21,7 @@ from fedquilt.round.link.per_client import as_text, check_lengths, convert_lists
 Fading = Literal["rayleigh", "constant"]
 
 
-def needed(bandwidth: float, noise_power: float, min_rate: float) -> float:
+def min_received_power(bandwidth: float, noise_power: float, min_rate: float) -> float:
     """Return the received power that a rate of `min_rate` needs: (N0 + I)·(2^(R_min/B) − 1).
 
     Args:
@@ -35,8 +35,8 @@ def needed(bandwidth: float, noise_power: float, min_rate: float) -> float:
     return noise_power * math.expm1(min(min_rate / bandwidth * math.log(2), 700.0))
 
 
-def outage_poisson(distance: float, power: float, exponent: float, needed: float) -> float:
-    """Return the outage probability without fading (equation 7): Pr{d > (P / needed)^(1/σ)}.
+def outage_poisson(distance: float, power: float, exponent: float, min_power: float) -> float:
+    """Return the outage probability without fading (equation 7): Pr{d > (P / min_power)^(1/σ)}.
 
     The distance d in metres is Poisson distributed.
 
@@ -44,17 +44,17 @@ def outage_poisson(distance: float, power: float, exponent: float, needed: float
         distance: Mean of the distance, in metres.
         power: P, in watts.
         exponent: σ of the path loss.
-        needed: Received power in watts below which a column is lost.
+        min_power: Received power in watts below which a column is lost.
     """
-    reach = math.floor((power / needed) ** (1 / exponent))
+    reach = math.floor((power / min_power) ** (1 / exponent))
     # Pr{d ≤ k} = Γ(k + 1, mean) / k!
     return float(
         torch.special.gammainc(torch.tensor(reach + 1.0).double(), torch.tensor(distance).double())
     )
 
 
-def outage_rayleigh(distance: float, power: float, exponent: float, needed: float) -> float:
-    """Return the outage probability under Rayleigh fading: Pr{|h|² < needed·d^σ / P}.
+def outage_rayleigh(distance: float, power: float, exponent: float, min_power: float) -> float:
+    """Return the outage probability under Rayleigh fading: Pr{|h|² < min_power·d^σ / P}.
 
     |h|² is exponentially distributed with mean 1, and the distance is fixed.
 
@@ -62,9 +62,9 @@ def outage_rayleigh(distance: float, power: float, exponent: float, needed: floa
         distance: d, in metres.
         power: P, in watts.
         exponent: σ of the path loss.
-        needed: Received power in watts below which a column is lost.
+        min_power: Received power in watts below which a column is lost.
     """
-    return -math.expm1(-needed * distance**exponent / power)
+    return -math.expm1(-min_power * distance**exponent / power)
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,8 @@ class Wireless(Loss):
     @override
     def rates(self, client: int, seed: int) -> tuple[float, float]:
         outage = outage_rayleigh if self.fading == "rayleigh" else outage_poisson
-        min_power = needed(self.bandwidth, self.noise + self.interference, self.min_rate)
+        min_power = min_received_power(
+            self.bandwidth, self.noise + self.interference, self.min_rate
+        )
         rate = outage(self.distance(client, seed), self.power, self.exponent, min_power)
         return rate, rate

@@ -74,11 +74,9 @@ class PGD:
         lower, upper = (
             (inputs + offset).clamp(self.low, self.high) for offset in (-self.eps, self.eps)
         )
-        attacked = (
-            (inputs + self.eps * (2 * start_noise - 1)).clamp(self.low, self.high)
-            if self.start
-            else inputs
-        )
+        attacked = inputs
+        if self.start:
+            attacked = (inputs + self.eps * (2 * start_noise - 1)).clamp(self.low, self.high)
         for _ in range(self.steps):
             attacked = torch.minimum(
                 torch.maximum(attacked + self.step_size * slope(attacked).sign(), lower), upper
@@ -151,12 +149,13 @@ class PGD:
             )
         if not samples.numel():
             return
-        lowest, highest = float(samples.min()), float(samples.max())
+        lowest = float(samples.min())
+        highest = float(samples.max())
         if lowest < self.low - _ROUNDING or highest > self.high + _ROUNDING:
             raise DataError(
                 f"an attack was asked for that keeps samples in [{self.low:g}, {self.high:g}]; "
                 f"among {whose} are numbers from {lowest:.4g} to {highest:.4g}. {remedy}, or set "
-                "the attack's low, high, eps and size in the data's unit."
+                "the attack's low, high, eps and step_size in the data's unit."
             )
 
 

@@ -82,7 +82,8 @@ class Mutual(Wrapping):
         losses: list[Tensor] = []
         for variant in self.students:
             (other_variant,) = (name for name in self.pair if name != variant)
-            student, teacher = view.member.at(variant), self._teacher(view, other_variant)
+            student = view.member.at(variant)
+            teacher = self._teacher(view, other_variant)
             outputs = view.logits(student)
             student_view = replace(view, member=student, norm_statistics={})
             losses += (self.objective(student_view), self._apart(view, outputs, teacher))

@@ -108,7 +108,8 @@ class SGD:
     ) -> tuple[State, OptimizerState]:
         """Return new weights and slots, as `Optimizer.update` describes."""
         names = list(grads)
-        change, values = [grads[n] for n in names], [weights[n] for n in names]
+        change = [grads[n] for n in names]
+        values = [weights[n] for n in names]
         if self.weight_decay:
             change = list(torch._foreach_add(change, values, alpha=self.weight_decay))
         new_slots: OptimizerState = {}
@@ -210,7 +211,8 @@ class Adam:
         means = torch._foreach_lerp([slots["mean"][n] for n in names], change, 1 - self.beta1)
         squares = list(torch._foreach_mul([slots["square"][n] for n in names], self.beta2))
         torch._foreach_addcmul_(squares, change, change, 1 - self.beta2)
-        bias1, bias2 = 1 - self.beta1 ** (step + 1), 1 - self.beta2 ** (step + 1)
+        bias1 = 1 - self.beta1 ** (step + 1)
+        bias2 = 1 - self.beta2 ** (step + 1)
         scale = list(torch._foreach_sqrt(squares))
         torch._foreach_div_(scale, math.sqrt(bias2))
         torch._foreach_add_(scale, self.eps)

@@ -36,11 +36,8 @@ def drawn_positions(seed: int, round: int, draw: int, num_public: int) -> Tensor
     """
     if num_drawn(draw, num_public) == num_public:
         return torch.arange(num_public)
-    return (
-        noise.order(noise.key(noise.Stream.PUBLIC_DRAW, seed, round), num_public)[:draw]
-        .sort()
-        .values
-    )
+    order = noise.order(noise.key(noise.Stream.PUBLIC_DRAW, seed, round), num_public)
+    return order[:draw].sort().values
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,8 @@ def public_rows(name: str, extras: Extras, seed: int, like: Tensor) -> PublicRow
         seed: Seed of the run.
         like: (public sample, …) Zeros in the shape of the table.
     """
-    num_public, rows = len(like), extras.get(name)
+    num_public = len(like)
+    rows = extras.get(name)
     if rows is None:
         return PublicRows(torch.arange(0), like)
     if name + POSITIONS in extras:

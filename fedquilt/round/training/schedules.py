@@ -117,7 +117,8 @@ class WithinRound:
         if self.shape == "constant":
             return 1.0
 
-        done, falling = step - warmup, steps - warmup
+        done = step - warmup
+        falling = steps - warmup
         decay = _half_cosine(done, falling) if self.shape == "cosine" else 1 - done / falling
         return self.final + (1 - self.final) * decay
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.round.link.wireless import needed, outage_poisson, outage_rayleigh
+from fedquilt.round.link.wireless import min_received_power, outage_poisson, outage_rayleigh
 
 DRAWS = 200_000
 RADIO = fq.links.Wireless()
@@ -29,7 +29,7 @@ def test_equation_7_with_poisson_distances(mean, min_rate):
         torch.full((DRAWS,), mean).double(), generator=torch.Generator().manual_seed(1)
     )
     lost = (rate(distances, torch.tensor(1.0)) < min_rate).double().mean()
-    expected = outage_poisson(mean, POWER, EXPONENT, needed(BANDWIDTH, NOISE, min_rate))
+    expected = outage_poisson(mean, POWER, EXPONENT, min_received_power(BANDWIDTH, NOISE, min_rate))
     assert abs(float(lost) - expected) < 4 * math.sqrt(max(expected * (1 - expected), 1e-5) / DRAWS)
 
 
@@ -41,7 +41,9 @@ def test_equation_7_with_rayleigh_fading_at_a_fixed_distance(distance, min_rate)
     lost = (
         (rate(torch.tensor(distance).double(), real**2 + imaginary**2) < min_rate).double().mean()
     )
-    expected = outage_rayleigh(distance, POWER, EXPONENT, needed(BANDWIDTH, NOISE, min_rate))
+    expected = outage_rayleigh(
+        distance, POWER, EXPONENT, min_received_power(BANDWIDTH, NOISE, min_rate)
+    )
     assert abs(float(lost) - expected) < 4 * math.sqrt(max(expected * (1 - expected), 1e-5) / DRAWS)
 
 
