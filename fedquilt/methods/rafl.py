@@ -57,8 +57,8 @@ from fedquilt.terms import (
     Submodels,
 )
 
-Order = Literal["together", "in_turn"]
-Limit = Literal["pair", "private"]
+Order = Literal["together", "in_turn"]  # Order of the updates of two nets on a batch.
+Limit = Literal["pair", "private"]  # Nets that a device's limits apply to.
 _log = logging.getLogger(__name__)
 
 
@@ -204,11 +204,9 @@ class RaFL(Method):
     @override
     def note(self) -> str:
         text = "accuracy is that of the knowledge net; private nets stay on clients"
-        return (
-            f"{text}; limits are those of the private net alone"
-            if self.limit == "private"
-            else text
-        )
+        if self.limit == "private":
+            return f"{text}; limits are those of the private net alone"
+        return text
 
     @property
     @override
@@ -318,11 +316,9 @@ class RaFL(Method):
             f"the smallest {kind} ({name}) has {member.macs:,} multiply-adds and {member.count:,} "
             f"parameters{memory}"
         )
-        alternative = (
-            ""
-            if self.limit == "private"
-            else ", or limit = 'private', by which limits are those of one net"
-        )
+        alternative = ""
+        if self.limit == "pair":
+            alternative = ", or limit = 'private', by which limits are those of one net"
         return (
             f"no {kind} is within the budget {budget}: {smallest}. Larger limits or smaller nets "
             f"would work{alternative}."

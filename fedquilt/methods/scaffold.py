@@ -25,7 +25,7 @@ from fedquilt.round.training.state import Left, MethodState, Trained
 from fedquilt.round.training.view import View
 from fedquilt.terms import Job, Server
 
-Option = Literal["I", "II"]
+Option = Literal["I", "II"]  # Update of the client's variate (algorithm 1, line 12).
 CONTROL = "control"  # Slot of the server's variate c. In uploads it has the change c_i⁺ − c_i.
 CLIENT_CONTROL = "client_control"  # Slot of a client's variate c_i.
 

@@ -117,11 +117,9 @@ class Record:
             values["late"] = tuple(plain["late_clients"])
         if "accuracy" not in plain:
             return Record(**values)
-        metrics = (
-            plain["metrics"]
-            if "main" in plain
-            else {"accuracy": plain["accuracy"], **plain["metrics"]}
-        )
+        metrics = plain["metrics"]
+        if "main" not in plain:
+            metrics = {"accuracy": plain["accuracy"], **metrics}
         return Record(
             **values,
             grades=Grades(plain.get("main", "accuracy"), metrics, plain.get("validation", {})),

@@ -141,11 +141,10 @@ def receive(
                 state = cutter.overlay(state, index, arrived.weights, arrived.submodel.held)
         if arrived and link.coder:
             coded = {name: arrived.weights[name] for name in _coded(member, shared)}
-            reference = (
-                cutter.overlay(reference, index, coded, arrived.submodel.held)
-                if reference
-                else coded
-            )
+            if reference:
+                reference = cutter.overlay(reference, index, coded, arrived.submodel.held)
+            else:
+                reference = coded
         slots = None
         if memory and learner.keep_slots:
             slots = learner.start_slots(state, member)

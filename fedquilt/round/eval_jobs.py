@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedquilt.family import Family
 
 
-SampleSet = Literal["test", "training", "validation"]
+SampleSet = Literal["test", "training", "validation"]  # Sets of samples that engines have.
 
 
 @dataclass(frozen=True)

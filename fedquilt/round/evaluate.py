@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from fedquilt.data import FederatedData
     from fedquilt.round.engine import Engine, Gradients
 
-Absent = Literal["hidden", "zero"]
-EvaluatedOn = Literal["test", "validation"]
+Absent = Literal["hidden", "zero"]  # Treatment of classes that a client lacks.
+EvaluatedOn = Literal["test", "validation"]  # Samples of all evaluations.
 
 
 @dataclass(frozen=True)
@@ -174,16 +174,8 @@ def _clients_with_memory(
     seed = federation.world.seed
     pool = sorted({client for client, scope in server.memory if not scope})
     count = min(how.clients, len(pool))
-    clients = (
-        [
-            pool[position]
-            for position in noise.choose(
-                noise.key(seed, noise.Stream.TESTED_CLIENTS), count, len(pool)
-            )
-        ]
-        if pool
-        else []
-    )
+    positions = noise.choose(noise.key(seed, noise.Stream.TESTED_CLIENTS), count, len(pool))
+    clients = [pool[position] for position in positions]
     return [
         fleet.client(client, server.last(client), seed, engine.size(client)) for client in clients
     ]
@@ -368,16 +360,12 @@ def _tested_clients(
     personal = federation.method.personal
     seed = federation.world.seed
     count = min(how.clients, fleet.num_clients)
-    trained = (
-        sorted({client for client, _ in server.memory})
-        if personal and count < fleet.num_clients
-        else []
-    )
-    pool: Sequence[int] = trained if len(trained) >= count else range(fleet.num_clients)
-    clients = [
-        pool[position]
-        for position in noise.choose(noise.key(seed, noise.Stream.TESTED_CLIENTS), count, len(pool))
-    ]
+    pool: Sequence[int] = range(fleet.num_clients)
+    if personal and count < fleet.num_clients:
+        trained = sorted({client for client, _ in server.memory})
+        pool = trained if len(trained) >= count else pool
+    positions = noise.choose(noise.key(seed, noise.Stream.TESTED_CLIENTS), count, len(pool))
+    clients = [pool[position] for position in positions]
     # A budget may change from round to round. A personal model has the budget of the round in which
     # its client trained last.
     rounds = {client: server.last(client) if personal else server.round for client in clients}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedquilt.round.method import Method
 
 
+# Weights of clients in a mean. `client_weight` explains each of them.
 Weighting = Literal["uniform", "data", "model", "updates", "both"]
 
 

@@ -39,7 +39,7 @@ from fedquilt.terms import (
     Submodels,
 )
 
-Presets = Mapping[str, Mapping[str, Any]]
+Presets = Mapping[str, Mapping[str, Any]]  # Settings of a method by preset and field.
 _log = logging.getLogger(__name__)
 
 

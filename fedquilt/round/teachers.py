@@ -18,7 +18,7 @@ from fedquilt.round.fold import Fold, Merged
 from fedquilt.round.training.batches import batched
 from fedquilt.terms import Server, Update, Weights
 
-Combined = Literal["mean", "maximum"]
+Combined = Literal["mean", "maximum"]  # How the outputs of several teachers become one.
 OUTPUTS = "outputs"  # (public sample, class, …) Mean or maximum of the outputs of all teachers.
 EACH = "each"  # (teacher, public sample, class, …) Output of every teacher.
 MAX_OUTPUT_BATCH = 1000  # Most public samples in a batch.

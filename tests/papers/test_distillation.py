@@ -118,7 +118,7 @@ def value_of(
     held, key = torch.ones(3, dtype=torch.bool), torch.tensor(0)
     mode = LOCAL.norm.training_pass(False)
     view = View(
-        member, weights, inputs, targets, held, weights, mode, key, rows, known={member: logits}
+        member, weights, inputs, targets, held, weights, mode, key, rows, logits_by_net={member: logits}
     )
     return float(objective(view))
 

@@ -27,7 +27,7 @@ from fedquilt.checks import one_of, refuse, within
 from fedquilt.hardware.device import to_device_async
 from fedquilt.round.link.rotation import padded, rotate, unrotate
 
-Bits = Literal[2, 4, 8, 32]
+Bits = Literal[2, 4, 8, 32]  # Bits per value of a message. 32: values are not rounded.
 Keys = tuple[int, int]  # Random keys of a message. No two messages share them.
 _SEED = 8  # Bytes of a seed in a message.
 # Rotated values are about normally distributed, and so are errors that are fed back and rotated.
@@ -254,11 +254,9 @@ class Codec(BaseCodec):
         # later, and a scale above 1 would make the error grow with every message.
         if self.keep < 1 and not self.feedback:
             values = values * (count / self.kept(count))
-        return (
-            values
-            if positions is None
-            else values.new_zeros(count).index_copy_(0, positions, values)
-        )
+        if positions is None:
+            return values
+        return values.new_zeros(count).index_copy_(0, positions, values)
 
     def _dequantized(
         self, message: Tensor, lengths: Sequence[int], positions: Tensor | None, dtype: torch.dtype

@@ -18,7 +18,7 @@ from fedquilt.checks import one_of, within
 from fedquilt.round.link.columns import Loss
 from fedquilt.round.link.per_client import as_text, check_lengths, convert_lists, value_of
 
-Fading = Literal["rayleigh", "constant"]
+Fading = Literal["rayleigh", "constant"]  # Distribution of a channel's gain |h|².
 
 
 def min_received_power(bandwidth: float, noise_power: float, min_rate: float) -> float:

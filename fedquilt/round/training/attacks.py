@@ -21,7 +21,7 @@ from fedquilt.tasks import Classification, Task
 if TYPE_CHECKING:
     from fedquilt.data import FederatedData
 
-Search = Literal["training", "evaluation"]
+Search = Literal["training", "evaluation"]  # Mode in which a net runs while it is attacked.
 _CHUNK = 4096  # Samples that are checked at once.
 _ROUNDING = 1e-6  # Tolerance for rounding, as when bytes become real numbers.
 

@@ -31,7 +31,7 @@ from fedquilt.terms import Submodel
 if TYPE_CHECKING:
     from fedquilt.family.member import Member
 
-Freeze = Literal["update", "gradient"]
+Freeze = Literal["update", "gradient"]  # How weights are frozen. `Phase` explains it.
 
 
 @dataclass(frozen=True)

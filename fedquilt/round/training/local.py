@@ -23,8 +23,8 @@ from fedquilt.round.training.objectives import (
 from fedquilt.round.training.optimizers import SGD, Adam, AdamW
 from fedquilt.round.training.schedules import Constant, Cosine, Steps, WithinRound
 
-LastBatch = Literal["keep", "drop", "merge"]
-Masked = Literal["", "client", "batch"]
+LastBatch = Literal["keep", "drop", "merge"]  # Treatment of a last batch that is not full.
+Masked = Literal["", "client", "batch"]  # Samples whose missing classes are masked. Empty: no mask.
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from fedquilt.terms import WHOLE
 if TYPE_CHECKING:
     from fedquilt.family.member import Member
 
+# Distance between outputs: the task's divergence, or squares.
 Distance = Literal["divergence", "logits"]
 
 

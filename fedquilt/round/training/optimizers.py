@@ -13,8 +13,8 @@ from torch import Tensor
 from fedquilt.checks import within
 from fedquilt.errors import ConfigError
 
-State = dict[str, Tensor]
-OptimizerState = dict[str, State]
+State = dict[str, Tensor]  # Tensors by the name of the weight.
+OptimizerState = dict[str, State]  # Slots of an optimizer, by slot and name.
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
@@ -117,11 +117,10 @@ class SGD:
             buffers = list(torch._foreach_mul([slots["momentum"][n] for n in names], self.momentum))
             torch._foreach_add_(buffers, change)
             new_slots["momentum"] = dict(zip(names, buffers, strict=True))
-            change = (
-                list(torch._foreach_add(change, buffers, alpha=self.momentum))
-                if self.nesterov
-                else buffers
-            )
+            if self.nesterov:
+                change = list(torch._foreach_add(change, buffers, alpha=self.momentum))
+            else:
+                change = buffers
         if isinstance(lr, Tensor):
             moved = torch._foreach_add(values, _scaled(change, -lr))
         else:

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from fedquilt.checks import one_of, refuse, whole, within
 
-Decay = Literal["constant", "cosine", "linear"]
+Decay = Literal["constant", "cosine", "linear"]  # Shape of a falling learning rate.
 
 
 class Schedule(Protocol):

@@ -17,7 +17,7 @@ from fedquilt.terms import Server, Submodel
 if TYPE_CHECKING:
     from fedquilt.round.students import Students
 
-StopBy = Literal["agreement", "labels"]
+StopBy = Literal["agreement", "labels"]  # Measure of the server's progress.
 MIN_PUBLIC = 4  # Public samples that a server needs: two to train on, and two that it holds back.
 TEACHER = "teacher"  # Extra that students receive: the teacher's rows.
 
