@@ -130,6 +130,8 @@ def receive(
             replace(payload, first={}), Transmission(federation.world, job), reference
         )
         arrived = arrival.payload
+
+        # Weights. If all of them arrived, nothing has to be filled in.
         if arrived and arrived.submodel == submodel and len(shared) == len(names):
             state = {name: arrived.weights[name] for name in names}
         else:
@@ -139,12 +141,16 @@ def receive(
             state |= payload.first
             if arrived:
                 state = cutter.overlay(state, index, arrived.weights, arrived.submodel.held)
+
+        # Weights that both sides know the client has now, from which its upload is coded.
         if arrived and link.coder:
             coded = {name: arrived.weights[name] for name in _coded(member, shared)}
             if reference:
                 reference = cutter.overlay(reference, index, coded, arrived.submodel.held)
             else:
                 reference = coded
+
+        # State of the optimizer and of the method.
         slots = None
         if memory and learner.keep_slots:
             slots = learner.start_slots(state, member)
@@ -157,6 +163,7 @@ def receive(
         if learner.state:
             state_slots = _state_slots(federation, job, learner, state, arrived, memory)
             extras = _state_extras(learner, arrived, memory)
+
     steps = memory.steps if memory and learner.keep_slots else 0
     first = payload.first_bytes
     return Start(state, slots, steps, arrival.bytes + first, reference, state_slots, extras, first)
