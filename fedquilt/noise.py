@@ -38,8 +38,8 @@ class Stream(int, Enum):
     number may occur twice if its position or the number of parts differs, because the keys then
     differ. `tests/unit/test_noise.py` checks this, and that no call has a bare number.
 
-    Authors of methods need no stream. `noise.key(world.seed, server.round, client.id)` with a
-    number of their own works as well.
+    Numbers from 1,000 on are free for methods outside of fedquilt, which write
+    `noise.key(1000, world.seed, client.id, server.round)`.
     """
 
     parts: tuple[str, ...]  # Names of the parts of a key.

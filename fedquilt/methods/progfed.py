@@ -235,8 +235,8 @@ class ProgFed(Method):
             # (Table 5: 0.88). Drawing in all rounds would cost 0.7.
             case "random" if stage < last:
                 key = noise.key(noise.Stream.PROGFED_STAGE, world.seed, round)
-                (drawn,) = noise.choose(key, 1, last)
-                return stage_name(1 + drawn, last), ()
+                (position,) = noise.choose(key, 1, last)
+                return stage_name(1 + position, last), ()
         return stage_name(stage, last), (blocks[-1], f"head{stage}") if moment.warm else ()
 
     def _at(self, round: int, world: World) -> World:

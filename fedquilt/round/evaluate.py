@@ -244,45 +244,55 @@ def _tested(
 
     If a method is personal, the clients' own models are tested instead.
     """
+    server = ranked(federation, server, engine)
+    if federation.method.personal:
+        return _tested_personal(federation, server, fleet, engine, how)
+
     method = federation.method
     world = federation.world
-    task = federation.world.task
-    server = ranked(federation, server, engine)
-    if method.personal:
-        scores: list[Score] = []
-        validated: list[Score] = []
-        attacked_scores: dict[str, list[Score]] = {}
-        for batch in _in_batches(_tested_clients(federation, fleet, server, engine, how)):
-            own_tests = [own_test(federation, server, client, engine, how) for client in batch]
-            scores += engine.evaluate(federation, own_tests, how.batch_size, how.domains)
-            validated += _on_validation(federation, own_tests, engine, how)
-            for metric, attacked in _under_attack(federation, engine, how, own_tests).items():
-                attacked_scores.setdefault(metric, []).extend(attacked)
-        grades = grades_of(scores, task, validated)
-        grades.metrics.update(
-            {metric: main_by_label(attacked, task) for metric, attacked in attacked_scores.items()}
-        )
-        return grades
+    task = world.task
     members = members_by_share(method, server, fleet.kinds, world, how.shares)
     submodels = list(dict.fromkeys(net for nets in members.values() for net in nets))
     weights = ready(federation, server, submodels, engine, how.batch_size)
     tests = [EvalJob(label, nets, joined(nets, weights)) for label, nets in members.items()]
     scores = engine.evaluate(federation, tests, how.batch_size, how.domains)
     grades = grades_of(scores, task, _on_validation(federation, tests, engine, how))
+
     if how.per_client and engine.tests_by_client:
         widest = max(tests, key=lambda test: sum(world.family.count(net.arch) for net in test.nets))
         clients = _tested_clients(federation, fleet, server, engine, how)
         by_client = _by_client([widest], clients, federation, engine, how)
         local = engine.evaluate(federation, by_client, how.batch_size)
         grades.metrics[f"local_{task.main.name}"] = main_by_label(local, task)
+
     if how.robustness:
         clients = _tested_clients(federation, fleet, server, engine, how)
-        attacked_scores = _under_attack(
-            federation, engine, how, _by_client(tests, clients, federation, engine, how)
-        )
+        by_client = _by_client(tests, clients, federation, engine, how)
+        attacked_scores = _under_attack(federation, engine, how, by_client)
         grades.metrics.update(
             {metric: main_by_label(attacked, task) for metric, attacked in attacked_scores.items()}
         )
+    return grades
+
+
+def _tested_personal(
+    federation: Federation, server: Server, fleet: Fleet, engine: Engine, how: Evaluation
+) -> Grades:
+    """Test the clients' own models, a few clients at a time."""
+    task = federation.world.task
+    scores: list[Score] = []
+    validated: list[Score] = []
+    attacked_scores: dict[str, list[Score]] = {}
+    for batch in _in_batches(_tested_clients(federation, fleet, server, engine, how)):
+        own_tests = [own_test(federation, server, client, engine, how) for client in batch]
+        scores += engine.evaluate(federation, own_tests, how.batch_size, how.domains)
+        validated += _on_validation(federation, own_tests, engine, how)
+        for metric, attacked in _under_attack(federation, engine, how, own_tests).items():
+            attacked_scores.setdefault(metric, []).extend(attacked)
+    grades = grades_of(scores, task, validated)
+    grades.metrics.update(
+        {metric: main_by_label(attacked, task) for metric, attacked in attacked_scores.items()}
+    )
     return grades
 
 

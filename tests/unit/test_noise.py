@@ -319,7 +319,7 @@ def test_keys_have_the_parts_that_their_stream_names():
     assert wrong == []
 
 
-def test_every_stream_is_used_and_every_name_is_a_stream():
+def test_every_stream_is_used():
     sources = "".join(ast.unparse(tree) for _, tree in module_trees())
     unused = [stream.name for stream in Stream if f"Stream.{stream.name}" not in sources]
     assert unused == []
@@ -357,6 +357,7 @@ def test_a_stream_counts_as_its_number_in_a_key():
 def test_numbers_of_streams_are_fixed_for_good():
     # Stored runs continue with the same random numbers. A new stream gets a new line here.
     assert {stream.name: int(stream) for stream in Stream} == NUMBERS
+    assert max(Stream) < 1000  # Larger numbers are free for methods of others.
 
 
 def test_a_stream_is_the_same_after_pickling():

@@ -148,24 +148,24 @@ class Link:
         return self.loss.reach(submodel, transmission)
 
     def down(
-        self, payload: Payload, transmission: Transmission, known: Weights = NOTHING
+        self, payload: Payload, transmission: Transmission, reference: Weights = NOTHING
     ) -> Arrival:
         """Send a payload to a client, and return what arrives.
 
         Args:
             payload: What the server sends.
             transmission: Client, round and direction.
-            known: Weights that both sides know the client received before. Changes from them are
-                coded.
+            reference: Weights that both sides know the client received before, by name. Changes
+                from them are coded.
         """
         codec = self.coder if self.coder and self.coder.down else None
-        return self._carry(payload, transmission, codec, known, NOTHING)
+        return self._carry(payload, transmission, codec, reference, NOTHING)
 
     def up(
         self,
         payload: Payload,
         transmission: Transmission,
-        known: Weights = NOTHING,
+        reference: Weights = NOTHING,
         residual: Weights = NOTHING,
     ) -> Arrival:
         """Send a payload to the server, and return what arrives.
@@ -173,24 +173,25 @@ class Link:
         Args:
             payload: What the client sends.
             transmission: Client, round and direction.
-            known: Weights that both sides know the client received. Changes from them are coded.
+            reference: Weights that both sides know the client received, by name. Changes from them
+                are coded.
             residual: Error of earlier coding, which is added to the change.
         """
-        return self._carry(payload, transmission, self.coder, known, residual)
+        return self._carry(payload, transmission, self.coder, reference, residual)
 
     def _carry(
         self,
         payload: Payload,
         transmission: Transmission,
         codec: BaseCodec | None,
-        known: Weights,
+        reference: Weights,
         residual: Weights,
     ) -> Arrival:
         sends = payload.weights or payload.extras
         reach = self.reach(payload.submodel, transmission) if sends else payload.submodel
         if reach is None:
             return Arrival(None, 0)
-        changes = {name: value for name, value in payload.weights.items() if name in known}
+        changes = {name: value for name, value in payload.weights.items() if name in reference}
         if codec is None or not (changes or payload.slots or payload.coded_extras):
             arrived = _part(payload, reach, transmission)
             return Arrival(arrived, arrived.bytes)
@@ -200,7 +201,7 @@ class Link:
         decoded = payload
         if changes:
             arrives = _arriving(payload, changes, reach, transmission)
-            coded = code(codec, changes, transmission.codec_keys(), known, residual, arrives)
+            coded = code(codec, changes, transmission.codec_keys(), reference, residual, arrives)
             decoded = replace(payload, weights={**payload.weights, **coded.tensors})
             sent += coded.bytes
             if coded.error is not None:

@@ -39,7 +39,7 @@ class CodecError(ValueError):
 class Coded:
     """Result of coding and decoding named tensors."""
 
-    # Tensors as received. Values that did not arrive are the known ones.
+    # Tensors as received. Values that did not arrive are those of the reference.
     tensors: dict[str, Tensor]
     bytes: int  # Length of the message.
     error: dict[str, Tensor] | None  # Error of coding. None: there is no error feedback.
@@ -49,7 +49,7 @@ def code(
     codec: BaseCodec,
     tensors: Weights,
     keys: Keys,
-    known: Weights = NOTHING,
+    reference: Weights = NOTHING,
     residual: Weights = NOTHING,
     arrives: Weights | None = None,
 ) -> Coded:
@@ -59,7 +59,7 @@ def code(
         codec: Codec of the link.
         tensors: Tensors to send, all of one floating-point dtype and on one device.
         keys: Random keys of this message, from `Transmission.codec_keys`.
-        known: Tensors that both sides have, by the same names. The change from them is coded.
+        reference: Tensors that both sides have, by the same names. The change from them is coded.
             A tensor that is absent is coded against zero.
         residual: What coding lost before, which is added to the change. A tensor that is absent
             adds nothing.
@@ -73,8 +73,8 @@ def code(
         CodecError: The codec returned something that its contract does not allow.
     """
     sent = Flat.of(tensors)
-    reference = Flat.of(_or_zero(tensors, known))
-    change = sent.vector - reference.vector
+    start = Flat.of(_or_zero(tensors, reference))
+    change = sent.vector - start.vector
     if residual:
         change += Flat.of(_or_zero(tensors, residual)).vector
 
@@ -86,7 +86,7 @@ def code(
     received = decoded(codec, message, spec)
 
     error = sent.same(change - received).parts if codec.feedback else None
-    return Coded(sent.same(reference.vector + received).parts, message.nbytes, error)
+    return Coded(sent.same(start.vector + received).parts, message.nbytes, error)
 
 
 def _or_zero(tensors: Weights, values: Weights) -> dict[str, Tensor]:

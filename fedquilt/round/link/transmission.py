@@ -25,12 +25,18 @@ class Transmission:
     job: Job  # It has client, round and scope.
     up: bool = False  # True: from client to server.
 
-    def key(self, what: int) -> int:
-        """Return the random key of this transmission for purpose number `what`, such as `LOSS`."""
+    def key(self, purpose: int) -> int:
+        """Return the random key of this transmission for one purpose, such as `LOSS`."""
         job = self.job
         scope = zlib.crc32(job.submodel.scope.encode())
         return noise.key(
-            noise.Stream.LINK, self.world.seed, job.client.id, job.round, int(self.up), scope, what
+            noise.Stream.LINK,
+            self.world.seed,
+            job.client.id,
+            job.round,
+            int(self.up),
+            scope,
+            purpose,
         )
 
     def codec_keys(self, message: int = 0) -> tuple[int, int]:

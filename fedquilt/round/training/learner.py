@@ -256,17 +256,17 @@ class Learner:
         """Return the net whose logits objectives see as `View.taught`, if `taught` is set."""
         return member.at(self.taught_by) if self.taught_by else member
 
-    def upload(self, member: Member, submodel: Submodel, held: Tensor) -> Submodel:
+    def upload(self, member: Member, submodel: Submodel, classes_present: Tensor) -> Submodel:
         """Return the positions that a client sends.
 
         Args:
             member: The client's net.
             submodel: Positions that the client holds.
-            held: (class,) True where the client has samples of the class.
+            classes_present: (class,) True where the client has samples of the class.
         """
         rows = {}
         if self.class_rows and member.class_rows:
-            rows["class"] = Positions.chosen(held.nonzero().flatten().tolist())
+            rows["class"] = Positions.chosen(classes_present.nonzero().flatten().tolist())
         return replace(submodel, index=Index({**submodel.index, **rows}))
 
     def masks(
@@ -323,17 +323,17 @@ class Learner:
             member, [len(rows) for rows in itinerary(count, self.lesson.local, 0)]
         )
 
-    def pass_macs(self, member: Member, own: int, public: int) -> int:
+    def pass_macs(self, member: Member, num_own: int, num_public: int) -> int:
         """Return the multiply-adds of the passes that are not steps.
 
         Args:
             member: The client's net.
-            own: Number of the client's samples.
-            public: Number of public samples.
+            num_own: Number of the client's samples.
+            num_public: Number of public samples.
         """
         return sum(
             client_pass.macs(member)
-            * (num_drawn(client_pass.draw, public) if client_pass.public else own)
+            * (num_drawn(client_pass.draw, num_public) if client_pass.public else num_own)
             for client_pass in self.passes
         )
 
@@ -373,21 +373,21 @@ def _held_names(norm: NormPolicy, member: Member) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
-def _sent_names(chosen: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
+def _sent_names(selection: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
     """Return the names that a filter selects for sending, without weights that are frozen here."""
     frozen = {*member.frozen}
     return tuple(
-        name for name in _shared_names(chosen, norm, member.unfrozen) if name not in frozen
+        name for name in _shared_names(selection, norm, member.unfrozen) if name not in frozen
     )
 
 
 @lru_cache(maxsize=256)
-def _shared_names(chosen: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
+def _shared_names(selection: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
     """Return the names that a filter selects, without those that the norm policy keeps local.
 
     They are in the order of `Learner.names`.
     """
-    names = chosen.names(member) - norm.kept(member)
+    names = selection.names(member) - norm.kept(member)
     return tuple(name for name in (*_moved_names(norm, member), *member.carried) if name in names)
 
 

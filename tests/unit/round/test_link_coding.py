@@ -48,7 +48,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def test_unknown_tensors_are_coded_against_zero():
-    coded = code(Halved(), tensors(), (1, 2), known={"a": torch.ones(2, 2)})
+    coded = code(Halved(), tensors(), (1, 2), reference={"a": torch.ones(2, 2)})
     # 1, and half of the change from it.
     assert coded.tensors["a"].tolist() == [[1.0, 1.5], [2.0, 2.5]]
     assert coded.tensors["b"].tolist() == [4.0]
