@@ -49,7 +49,8 @@ class Piece(NamedTuple):
     allocates less than the 32 MB up to which glibc reuses memory (`keep_pages`), and its temporary
     tensors are as small as one weight. With one vector of 44 MB, as a PreResNet-18 needs, the
     system would have to provide and clear all pages in every merge. Small weights share a piece,
-    because the calls cost more than the arithmetic.
+    because the calls cost more than the arithmetic. The test
+    `test_large_weights_are_merged_alone_on_a_cpu` checks the sizes.
     """
 
     scope: str  # Prefix of the weights' names in the state. Empty for most methods.

@@ -89,7 +89,8 @@ class Learner:
     max_batches: int = 0  # Most batches of a round; 0: all of its epochs
     task: Task = Classification()  # Task of the run, whose loss objectives use
     # Share of the client's net, which the scaler divides by. It is ignored in comparisons, so that
-    # clients with equal members and different shares still train as one stack.
+    # clients with equal members and different shares still train as one stack (the test
+    # `test_clients_of_one_member_are_one_stack_whatever_their_shares`).
     share: float = field(default=1.0, compare=False)
 
     def __post_init__(self) -> None:

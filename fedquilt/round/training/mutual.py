@@ -34,8 +34,9 @@ class Mutual(Wrapping):
     temperature 1 where targets are classes. The weight w is 1 in the papers.
 
     Each loss treats the other net's output as a constant. So one backward pass through the sum
-    gives every weight the gradient of its own net's loss. Both losses are computed before either
-    net changes.
+    gives every weight the gradient of its own net's loss, as
+    `test_one_backward_pass_gives_the_gradients_of_equations_4_and_5_on_separate_nets` shows. Both
+    losses are computed before either net changes.
     """
 
     pair: tuple[str, str] = (WHOLE, WHOLE)  # Variants that learn together

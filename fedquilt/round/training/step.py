@@ -236,7 +236,8 @@ def move(
     """Apply the gradient of a phase at the positions that the phase may change.
 
     At other positions, weights *and slots* keep their exact values. It would not be enough to mask
-    gradients, because momentum and weight decay change a weight whose gradient is zero.
+    gradients, because momentum and weight decay change a weight whose gradient is zero. The test
+    `test_a_phase_leaves_what_it_may_not_move_bit_for_bit` shows it.
 
     Args:
         learner: Provides the optimizer.
