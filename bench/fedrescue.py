@@ -27,8 +27,8 @@ from fedquilt.hardware.precision import Precision
 from fedquilt.methods import FedResCuE, FjORD
 from fedquilt.methods.nested import Nested
 from fedquilt.round.federation import World
+from fedquilt.round.training.distillation import Distilled
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.objectives import Distilled
 from fedquilt.round.training.regions import Between, Everywhere
 from fedquilt.runs.run import placed
 from fedquilt.terms import Arch, Client, Job

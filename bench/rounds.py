@@ -32,9 +32,11 @@ import fedquilt as fq
 from fedquilt.hardware.process import keep_pages
 from fedquilt.methods import HeteroFL
 from fedquilt.models import PreResNet
-from fedquilt.round.evaluate import EvalJob, grade, ready
+from fedquilt.round.deployed import ready
+from fedquilt.round.eval_jobs import EvalJob
+from fedquilt.round.evaluate import grade
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Fold
+from fedquilt.round.fold import Fold
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.terms import Job, Server
 

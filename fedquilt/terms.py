@@ -241,7 +241,7 @@ class Client:
     """A device with its budget and number of samples. The samples themselves never leave it."""
 
     id: int  # Number of the client, from 0
-    budget: Budget
+    budget: Budget  # Its limits in this round
     size: int = 0  # Number of training samples
     # Number of clients sampled before this one since round 0. Split-Mix uses it as the position in
     # a cycle shared by all clients.
@@ -252,17 +252,17 @@ class Client:
 class Job:
     """A client, the sub-model that it trains, and the round. A job has no tensors."""
 
-    client: Client
-    submodel: Submodel
-    round: int  # Counted from 0
+    client: Client  # Client that trains
+    submodel: Submodel  # Positions of the whole model that it trains
+    round: int  # Number of the round, counted from 0
 
 
 @dataclass(frozen=True)
 class Payload:
     """Tensors that server and clients send. A lossy link makes the index smaller."""
 
-    submodel: Submodel
-    weights: Weights  # By the family's names, without the scope
+    submodel: Submodel  # Positions of all tensors
+    weights: Weights  # Weights by the family's names, without the scope
     slots: Slots = field(default_factory=dict)  # State of the method, cut as the weights are
     extras: Extras = field(default_factory=dict)  # State of the method that is not cut
     coded_extras: tuple[str, ...] = ()  # Extras that a codec codes. Others are sent uncoded
@@ -288,7 +288,7 @@ class Payload:
 class Update:
     """Result of one job, as it arrived at the server."""
 
-    job: Job
+    job: Job  # Client, sub-model and round
     sent: tuple[Payload, ...]  # One payload, or none if all of it got lost
     steps: int  # Optimizer steps of the client in all rounds if it counts them, else in this round
     effective_steps: float = 1.0  # Effective number of local steps (FedNova's a_i)
@@ -305,9 +305,9 @@ class Update:
 class ClientState:
     """Memory that a client keeps between rounds, by global position."""
 
-    submodel: Submodel
-    weights: Weights
-    slots: Slots = field(default_factory=dict)
+    submodel: Submodel  # Positions of all tensors. They may be of several rounds
+    weights: Weights  # Weights that it keeps, by name
+    slots: Slots = field(default_factory=dict)  # State by slot and name, cut as the weights are
     steps: int = 0  # Optimizer steps over all rounds, if the slots or the merge depend on them
     round: int = -1  # Round in which it trained last, counted from 0. -1: unknown
     extras: Extras = field(default_factory=dict)  # State of the method that is not cut
@@ -318,7 +318,7 @@ class Server:
     """The complete state of a federation. A checkpoint stores it."""
 
     round: int  # Number of finished rounds
-    weights: Weights  # By scope and name
+    weights: Weights  # Weights and norm statistics, by scope and name
     # Memories of clients, by client and scope
     memory: MutableMapping[tuple[int, str], ClientState] = field(default_factory=dict)
     # Slots of the server's optimizer and of the method, by scope and name

@@ -26,7 +26,8 @@ from fedquilt.methods import METHODS, Method, ProgFed, RaFL, Scaffold
 from fedquilt.methods.prototypes import Prototypes
 from fedquilt.models import PreResNet, TransformerLM
 from fedquilt.round import Record
-from fedquilt.round.client import Start, memory_of, receive
+from fedquilt.round.client import Start, receive
+from fedquilt.round.client_state import memory_of
 from fedquilt.round.training.server import ServerTraining
 from tests.long_variants import LONG_VARIANTS
 

@@ -34,12 +34,14 @@ from fedquilt.models import PreResNet
 from fedquilt.names import said
 from fedquilt.round import Evaluation, Fleet, Record
 from fedquilt.round.budgets import check_budgets, planned
+from fedquilt.round.deployed import deployed_nets, ready
 from fedquilt.round.engine import Outcome
-from fedquilt.round.evaluate import given, joined, mixed, ranked, ready
+from fedquilt.round.eval_jobs import joined, mixed
 from fedquilt.round.federation import World
+from fedquilt.round.fold import Fold
 from fedquilt.round.labels import share_label, tested_budgets
 from fedquilt.round.link import Codec, Link
-from fedquilt.round.merge import Fold
+from fedquilt.round.ranking import ranked
 from fedquilt.round.training.learner import Learner
 from fedquilt.runs.experiment import Experiment, Model, Source
 from fedquilt.runs.run import Run, prepare, run
@@ -461,7 +463,7 @@ def _evaluated(run: Run, budget: Budget) -> Callable[[Tensor], Tensor]:
     """Return the nets of a budget as an evaluation runs them."""
     federation, world = run.federation, run.world
     server = ranked(federation, run.server, run.engine)
-    nets = given(run.method, server, budget, world)
+    nets = deployed_nets(run.method, server, budget, world)
     weights = joined(nets, ready(federation, server, nets, run.engine, run.evaluation.batch_size))
     mode = run.method.local.norm.evaluation_pass
     return lambda inputs: mixed(world.family, nets, weights, inputs, mode)

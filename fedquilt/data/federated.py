@@ -32,7 +32,6 @@ MAX_CLASSES = 2**20  # Limit on classes. Larger targets are taken for something 
 Normalise = Literal["auto", "channel", "none"]
 
 _ONE = "one array or tensor of all samples is wanted"
-_VALIDATION_SITE = 17  # Part of the key of the random numbers that choose validation samples.
 _CHUNK = 1024  # Samples that are converted to float64 at a time to measure statistics.
 _CHUNK_VALUES = 2**24  # Values converted at a time at most, for large images and volumes.
 _log = logging.getLogger(__name__)
@@ -359,7 +358,7 @@ class Pool:
             raise ConfigError(
                 f"public = {share} was asked for; it is a share of the training samples, in [0, 1)."
             )
-        order = noise.order(noise.key(0, 15), len(self.targets))
+        order = noise.order(noise.key(noise.NO_SEED, noise.Stream.PUBLIC_SPLIT), len(self.targets))
         count = round(share * len(order))
         public, remaining = order[:count], order[count:]
         return replace(
@@ -597,7 +596,9 @@ class FederatedData(Pool):
         self._check_unshared(request)
         rounded = (sizes.double() * share).round().long()
         counts = rounded.clamp(min=1).minimum(sizes - 1)
-        validation, training = self.parts.divided(counts, noise.key(0, _VALIDATION_SITE))
+        validation, training = self.parts.divided(
+            counts, noise.key(noise.NO_SEED, noise.Stream.VALIDATION_SPLIT)
+        )
         held_back = replace(self, parts=training, validation_parts=validation)
         return held_back.remembering(self.origin and self.origin.with_validation(share))
 
@@ -1015,7 +1016,7 @@ def fifth(count: int, groups: Tensor | None = None) -> tuple[Tensor, Tensor]:
     Returns:
         Positions of four fifths of the samples, and of one fifth.
     """
-    order = noise.order(noise.key(0, 14), count)
+    order = noise.order(noise.key(noise.NO_SEED, noise.Stream.TEST_SPLIT), count)
     if groups is None:
         return order[count // 5 :], order[: count // 5]
     order = order[torch.argsort(groups[order], stable=True)]

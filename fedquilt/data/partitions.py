@@ -62,7 +62,9 @@ class Partition:
                 "or more."
             )
         parts, test_parts = self._deal(pool, num_clients, seed)
-        return parts.thinned(self.fraction, noise.key(seed, 16), self.max_size), test_parts
+        return parts.thinned(
+            self.fraction, noise.key(seed, noise.Stream.THINNING), self.max_size
+        ), test_parts
 
     def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
         """Return the parts before they are reduced. A subclass overrides this or `split`."""
@@ -104,7 +106,10 @@ class Iid(Partition):
         clients = self._number(pool, num_clients)
         counts = len(pool.targets), len(pool.test_targets)
         parts, test_parts = (
-            Parts.split(noise.order(noise.key(seed, 11), count), _evenly(count, clients))
+            Parts.split(
+                noise.order(noise.key(seed, noise.Stream.SAMPLE_ORDER), count),
+                _evenly(count, clients),
+            )
             for count in counts
         )
         return parts, test_parts
@@ -150,7 +155,9 @@ class Dirichlet(Partition):
             owner = []
             for label, samples in classes:
                 shares = noise.dirichlet(
-                    torch.tensor(noise.key(seed, 41, attempt, label)), clients, self.alpha
+                    torch.tensor(noise.key(seed, noise.Stream.DIRICHLET_CLIENTS, attempt, label)),
+                    clients,
+                    self.alpha,
                 )
                 owner.append(_owners(shares.cumsum(0), len(samples)))
             parts = Parts.owned(torch.cat(owner), clients, order)
@@ -172,9 +179,11 @@ class Dirichlet(Partition):
         remaining = available
         size = int(available.sum()) // clients
         parts = [_NONE] * clients
-        for client in noise.order(noise.key(seed, 46), clients).tolist():
+        for client in noise.order(noise.key(seed, noise.Stream.DIRICHLET_ORDER), clients).tolist():
             shares = noise.dirichlet(
-                torch.tensor(noise.key(seed, 47, client)), len(classes), self.alpha
+                torch.tensor(noise.key(seed, noise.Stream.DIRICHLET_CLASSES, client)),
+                len(classes),
+                self.alpha,
             )
             counts = _filled(shares, size, remaining)
             firsts = available - remaining
@@ -235,7 +244,14 @@ class Labels(Partition):
                 fresh = next((label for label in deck if label not in classes_of_client), None)
                 if fresh is None:
                     deck += noise.order(
-                        noise.key(seed, 12, client, len(classes_of_client), len(deck)), classes
+                        noise.key(
+                            seed,
+                            noise.Stream.CLIENT_CLASSES,
+                            client,
+                            len(classes_of_client),
+                            len(deck),
+                        ),
+                        classes,
                     ).tolist()
                     continue
                 classes_of_client.append(fresh)
@@ -273,14 +289,14 @@ class Quantity(Partition):
                 f"{count}. {count // self.min_size} clients or min_size = {count // clients} would "
                 "fit."
             )
-        word = torch.tensor(noise.key(seed, 42))
+        word = torch.tensor(noise.key(seed, noise.Stream.QUANTITIES))
         if self.law == "lognormal":
             shares = torch.softmax(self.sigma * noise.normal(word, (clients,), torch.float64), 0)
         else:
             shares = noise.dirichlet(word, clients, self.alpha)
         spare = count - clients * self.min_size  # Samples left when all have min_size.
         sizes = self.min_size + torch.bincount(_owners(shares.cumsum(0), spare), minlength=clients)
-        parts = Parts.split(noise.order(noise.key(seed, 11), count), sizes)
+        parts = Parts.split(noise.order(noise.key(seed, noise.Stream.SAMPLE_ORDER), count), sizes)
         single_class, test_class = (
             torch.zeros(len(targets), dtype=torch.int64)
             for targets in (pool.targets, pool.test_targets)
@@ -317,7 +333,11 @@ class Natural(Partition):
                 "users with at least "
                 f"{self.min_size} samples. Iid() and others deal it to any number."
             )
-        chosen_users = users[noise.order(noise.key(seed, 43), len(users))[:count]].sort().values
+        chosen_users = (
+            users[noise.order(noise.key(seed, noise.Stream.USERS), len(users))[:count]]
+            .sort()
+            .values
+        )
         return Parts.owned(_renumbered(pool.clients, chosen_users), count), _own_tests(
             pool.test_clients, chosen_users
         )
@@ -411,7 +431,10 @@ def _mixed(codes: Tensor, seed: int) -> Iterator[tuple[int, Tensor]]:
     """Yield the code and the shuffled samples of each group that has samples."""
     for code, samples in enumerate(_grouped(codes)):
         if len(samples):
-            yield code, samples[noise.order(noise.key(seed, 13, code), len(samples))]
+            yield (
+                code,
+                samples[noise.order(noise.key(seed, noise.Stream.GROUP_ORDER, code), len(samples))],
+            )
 
 
 def _shared(codes: Tensor, takers: Sequence[Tensor], clients: int, seed: int) -> Parts:

@@ -23,7 +23,10 @@ from fedquilt.family.member import Member
 from fedquilt.family.norms import NormPolicy, norm_policy
 from fedquilt.family.union import alone
 from fedquilt.round.client import own_state
-from fedquilt.round.evaluate import compared_passes, given, measured, owned, ranked, trained_within
+from fedquilt.round.deployed import client_nets, deployed_nets, trained_within
+from fedquilt.round.eval_jobs import compared_passes
+from fedquilt.round.norm_statistics import measured
+from fedquilt.round.ranking import ranked
 from fedquilt.terms import Budget, Client, Job, Server, Submodel, Submodels, Weights
 
 if TYPE_CHECKING:
@@ -88,14 +91,16 @@ class WeightSource:
         """Return the nets for a device of this budget, after checking their cost."""
         run, world = self.run, self.run.world
         if self.client is None:
-            nets = given(run.method, self.server, budget, world)
+            nets = deployed_nets(run.method, self.server, budget, world)
         else:
             client_budget = self._own_budget
             requested = (
                 run.method.without_memory(budget, world, trains=False) if budget.memory else budget
             )
             trained_budget = trained_within(run.method, client_budget, world)
-            nets = owned(run.method, run.server, self._asked(requested.both(trained_budget)), world)
+            nets = client_nets(
+                run.method, run.server, self._asked(requested.both(trained_budget)), world
+            )
             is_narrower = (
                 budget.share is not None
                 and total_share(world.family, nets) < budget.share - _ROUNDING

@@ -332,7 +332,7 @@ def _samples(run: Trained, sizes: Sequence[int]) -> tuple[list[Tensor], str]:
 
 
 def _noise(family: Family, count: int) -> Tensor:
-    example, key = family.example_inputs[0], torch.tensor(noise.key(51))
+    example, key = family.example_inputs[0], torch.tensor(noise.key(noise.Stream.EXPORTED_EXAMPLE))
     shape = (count, *example.shape[1:])
     if example.is_floating_point():
         return noise.normal(key, shape, torch.float32)

@@ -11,7 +11,8 @@ from torch import Tensor
 from fedquilt.axes import Index
 from fedquilt.data import FederatedData
 from fedquilt.family.norms import NormPolicy
-from fedquilt.round.evaluate import Domain, EvalSpec, Score
+from fedquilt.round.eval_jobs import EvalSpec
+from fedquilt.round.scores import Domain, Score
 from fedquilt.round.training.attacks import PGD
 from fedquilt.tasks import Task
 from fedquilt.terms import Submodels, Weights

@@ -13,30 +13,29 @@ from fedquilt.engines.samples import EvalSamples
 from fedquilt.engines.simulation import Simulation
 from fedquilt.round.budgets import learner_of
 from fedquilt.round.client import (
+    AfterRound,
     Start,
-    blamed,
-    check_left,
-    check_state,
     finish,
-    kept_state,
-    memory_of,
     receive,
     remember,
     send,
-    steps_behind,
     update_of,
     upload_of,
 )
+from fedquilt.round.client_checks import blamed, check_left, check_state
+from fedquilt.round.client_state import kept_state, memory_of, steps_behind
 from fedquilt.round.engine import Outcome
-from fedquilt.round.evaluate import EvalSpec, Score, mean_statistics
-from fedquilt.round.merge import Fold
+from fedquilt.round.eval_jobs import EvalSpec
+from fedquilt.round.fold import Fold
+from fedquilt.round.norm_statistics import mean_statistics
+from fedquilt.round.scores import Score
 from fedquilt.round.training.augmentation import augmented
 from fedquilt.round.training.batches import batched
 from fedquilt.round.training.learner import Learner
-from fedquilt.round.training.optimizers import OptimiserState, State
+from fedquilt.round.training.optimizers import OptimizerState, State
 from fedquilt.round.training.passes import ClientPass
 from fedquilt.round.training.state import Received
-from fedquilt.round.training.step import Batch, clipped, gradient, move, run_pass, teach
+from fedquilt.round.training.step import Batch, Step, clipped, gradient, move, run_pass, teach
 from fedquilt.terms import Job, Server, Weights
 
 
@@ -82,13 +81,9 @@ class Sequential(Simulation):
                 federation,
                 job,
                 learner,
-                state,
-                slots,
-                steps,
-                delivery.slots,
+                AfterRound(state, slots, steps, delivery.slots, own_state),
                 memory,
                 self.initial,
-                own_state,
             )
             if new_memory:
                 outcome.memory[job.client.id, job.submodel.scope] = new_memory
@@ -115,7 +110,7 @@ class Sequential(Simulation):
 
     def train_client(
         self, job: Job, learner: Learner, start: Start, batches: Sequence[Tensor]
-    ) -> tuple[State, OptimiserState, Tensor]:
+    ) -> tuple[State, OptimizerState, Tensor]:
         """Train one client on its batches.
 
         Args:
@@ -150,7 +145,9 @@ class Sequential(Simulation):
                     grads = clipped(grads, learner.local.optimizer.clip)
                     masks = learner.masks(member, phase, self.device)
                     count = start.steps + learner.moves(step) + number
-                    state, slots = move(learner, phase, state, slots, grads, masks, count, rate)
+                    state, slots = move(
+                        learner, phase, state, slots, grads, masks, Step(count, rate)
+                    )
                     state = {**state, **buffers}
                 losses.append(loss)
         return state, slots, torch.stack(losses) if losses else torch.zeros(0)

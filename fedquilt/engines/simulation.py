@@ -33,24 +33,28 @@ from fedquilt.family.net import Pass
 from fedquilt.hardware.precision import DTYPES, Precision, computing, unfit
 from fedquilt.names import said
 from fedquilt.round.budgets import check_budgets, learner_of
-from fedquilt.round.client import check_sent, first_names, memory_of, receive, untrained_upload
+from fedquilt.round.client import first_names, receive, untrained_upload
+from fedquilt.round.client_checks import check_sent
+from fedquilt.round.client_state import memory_of
 from fedquilt.round.engine import Engine, Outcome, Spent
-from fedquilt.round.evaluate import EvalJob, EvalSpec, SampleSet, Score, both_statistics
+from fedquilt.round.eval_jobs import EvalJob, EvalSpec, SampleSet
 from fedquilt.round.federation import Federation, World
+from fedquilt.round.norm_statistics import both_statistics
+from fedquilt.round.scores import Score
 from fedquilt.round.training.attacks import PGD
 from fedquilt.round.training.batches import batched, itinerary
 from fedquilt.round.training.learner import Learner
-from fedquilt.round.training.objectives import View
 from fedquilt.round.training.passes import ClientPass, GradientPass
 from fedquilt.round.training.public import PublicRows, drawn_positions, public_rows
 from fedquilt.round.training.server import MIN_PUBLIC
 from fedquilt.round.training.step import train_pass
+from fedquilt.round.training.view import View
 from fedquilt.terms import Extras, Job, Payload, Server, Submodel, Weights
 
 if TYPE_CHECKING:
     from fedquilt.family import Family
     from fedquilt.family.member import Member
-    from fedquilt.round.merge import Fold
+    from fedquilt.round.fold import Fold
     from fedquilt.round.method import Method
 
 _log = logging.getLogger(__name__)
@@ -496,7 +500,10 @@ class Simulation(Engine):
                 every_class,
                 received=weights,
                 mode=train_pass(self.method.local),
-                key=torch.tensor(noise.key(5, self.world.seed, number), device=self.device),
+                key=torch.tensor(
+                    noise.key(noise.Stream.POOLED_GRADIENT, self.world.seed, number),
+                    device=self.device,
+                ),
                 task=task,
             )
             count = task.total(targets)
@@ -598,7 +605,7 @@ class Simulation(Engine):
         All nets of a client see equal batches.
         """
         name = (self.world.seed, job.client.id, job.round)
-        return noise.key(1, *name), noise.key(2, *name)
+        return noise.key(noise.Stream.BATCH_ORDER, *name), noise.key(noise.Stream.STEP_NOISE, *name)
 
     def batches(self, job: Job, learner: Learner, extras: Extras | None = None) -> list[Tensor]:
         """Return the sample positions of every batch that a client trains on.
@@ -657,7 +664,13 @@ class Simulation(Engine):
             learner: Local training, which has the pass.
             one: Pass to run.
         """
-        return noise.key(4, self.world.seed, job.client.id, job.round, learner.passes.index(one))
+        return noise.key(
+            noise.Stream.PASS_ORDER,
+            self.world.seed,
+            job.client.id,
+            job.round,
+            learner.passes.index(one),
+        )
 
     def pass_samples(self, one: ClientPass, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of a pass.
@@ -729,7 +742,10 @@ class Simulation(Engine):
         seed = self.world.seed
         if name not in self._orders or self._orders[name][0] != seed:
             samples = parts.order
-            self._orders[name] = seed, samples[noise.order(noise.key(3, seed), len(samples))]
+            self._orders[name] = (
+                seed,
+                samples[noise.order(noise.key(noise.Stream.POOLED_ORDER, seed), len(samples))],
+            )
         return self._orders[name][1]
 
     def check_finite(self, job: Job, losses: Tensor, updates: Sequence[Tensor]) -> None:

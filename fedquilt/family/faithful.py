@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # does not run in float64 is compared in float32 again, with the bound that deep nets need.
 ATTEMPTS = ((torch.float32, 1e-4), (torch.float64, 1e-5), (torch.float32, 1e-3))
 BATCH_SIZE = 4  # Samples. With two, a batch norm would leave little more than signs.
-KEY = torch.tensor(noise.key(61))
+KEY = torch.tensor(noise.key(noise.Stream.FAITHFULNESS))
 OUTPUTS = "its outputs"
 REMEDY = (
     "Let a norm layer of your own call super().forward or F.batch_norm, leave norm layers in "
@@ -318,7 +318,7 @@ def unlike(sample: Tensor) -> list[Tensor]:
     """
     if not sample.is_floating_point():
         return [1 - sample.clamp(0, 1)]
-    offsets = noise.uniform(torch.tensor(0), sample.shape, sample.dtype)
+    offsets = noise.uniform(torch.tensor(noise.key()), sample.shape, sample.dtype)
     return [sample + offsets, sample - offsets]
 
 

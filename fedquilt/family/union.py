@@ -24,7 +24,6 @@ from fedquilt.family.nets import Nets
 from fedquilt.family.variants import JOIN
 from fedquilt.terms import WHOLE, Arch, Submodel, Weights
 
-_INITIAL = 62  # Random stream for the initial weights of all nets but the first
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -83,7 +82,7 @@ class _Factory:
     def __call__(self) -> nn.Module:
         seed = torch.initial_seed()
         seeds = [
-            noise.key(_INITIAL, seed, number) if number else seed
+            noise.key(noise.Stream.UNION_INITIAL, seed, number) if number else seed
             for number in range(len(self.factories))
         ]
         nets = {

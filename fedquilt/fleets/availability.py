@@ -102,7 +102,7 @@ class Diurnal:
 
     def presence(self, num_clients: int, seed: int) -> Presence:
         fractions = noise.uniform(
-            torch.tensor(noise.key(seed, 25)), (num_clients,), torch.float64
+            torch.tensor(noise.key(seed, noise.Stream.AWAKE_HOURS)), (num_clients,), torch.float64
         ).numpy()
         clients, start = (
             np.arange(num_clients),

@@ -305,7 +305,9 @@ class Clusters(Budgets):
 
     def assign(self, num_clients: int, seed: int = 0) -> BudgetAssignment:
         kinds, _ = in_turn(self.shares, 0)
-        positions = noise.bits(torch.tensor(noise.key(seed, 24)), num_clients) % len(kinds)
+        positions = noise.bits(
+            torch.tensor(noise.key(seed, noise.Stream.ASSIGNED_SHARES)), num_clients
+        ) % len(kinds)
         return kinds, positions.numpy().astype(np.int32)
 
 

@@ -182,7 +182,9 @@ class Fleet:
             seed: Random seed of the run. It has no effect unless budgets are dynamic.
         """
         source_client = (
-            noise.key(seed, 21, client, round) % self.num_clients if self.dynamic else client
+            noise.key(seed, noise.Stream.DYNAMIC_BUDGET, client, round) % self.num_clients
+            if self.dynamic
+            else client
         )
         return self.kinds[int(self.which[source_client])]
 
@@ -212,7 +214,7 @@ class Fleet:
         Raises:
             ConfigError: A client that can be reached is not in the fleet.
         """
-        word = noise.key(seed, 22, round)
+        word = noise.key(seed, noise.Stream.COHORT, round)
         if online is not None:
             self._check_online(online)
             reachable = online if self.presence is None else self.presence.among(round, online)

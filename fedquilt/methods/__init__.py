@@ -1,6 +1,15 @@
 """Federated methods, one file per paper.
 
-`METHODS` lists them by name. `api` has everything that an author of a method imports.
+`METHODS` lists them by name. `api` has everything that an author of a method imports. Some files
+have parts of methods:
+
+- `nested`: widths that are drawn for every batch, for FedResCuE and FjORD.
+- `partial`: settings in which FedRolex, HeteroFL and Federated Dropout are compared.
+- `prototypes`: nets of several sizes in one state, for FedDF, DS-FL and Fed-ET.
+- `initial`: initial weights of nets that are cut from larger ones.
+- `alignment`, `progfed_stages`: theorem 1 and the stages of ProgFed.
+- `rafl_nets`: the nets of RaFL's union.
+- `splitmix_settings`: settings in which Split-Mix is compared with other methods.
 """
 
 from fedquilt.methods import api

@@ -20,7 +20,7 @@ class Alignment(NamedTuple):
     q: float  # Norm discrepancy. 1 in the last stage. Infinite if alpha is 0 or below.
 
 
-def align(stage: int, own: Weights, whole: Weights) -> Alignment:
+def align(stage: int, stage_gradient: Weights, whole_gradient: Weights) -> Alignment:
     """Return alpha_t and q_t of a stage (equation 11).
 
         alpha_t = min{1, <∇f|E_s, ∇f^s|E_s> / ‖∇f^s|E_s‖²}
@@ -36,27 +36,26 @@ def align(stage: int, own: Weights, whole: Weights) -> Alignment:
 
     Args:
         stage: Number of the stage, from 1. The paper's s.
-        own: Gradient of the stage's mean loss, ∇f^s, by weight name.
-        whole: Gradient of the whole model's mean loss, ∇f, by weight name. Blocks that have not
-            grown have their initial weights.
+        stage_gradient: Gradient of the stage's mean loss, ∇f^s, by weight name.
+        whole_gradient: Gradient of the whole model's mean loss, ∇f, by weight name. Blocks that
+            have not grown have their initial weights.
     """
-    shared = [name for name in own if name in whole]
-    squared = _dot(own, own, shared)
+    shared = [name for name in stage_gradient if name in whole_gradient]
+    squared = _dot(stage_gradient, stage_gradient, shared)
     if not squared:
         return Alignment(stage, math.nan, math.nan)
-    alpha = min(1.0, _dot(whole, own, shared) / squared)
+    alpha = min(1.0, _dot(whole_gradient, stage_gradient, shared) / squared)
     if alpha <= 0:
         return Alignment(stage, alpha, math.inf)
-    return Alignment(
-        stage, alpha, math.sqrt(_dot(whole, whole, whole)) / (alpha * math.sqrt(squared))
-    )
+    whole_norm = math.sqrt(_dot(whole_gradient, whole_gradient, whole_gradient))
+    return Alignment(stage, alpha, whole_norm / (alpha * math.sqrt(squared)))
 
 
-def _dot(one: Weights, other: Weights, names: Iterable[str]) -> float:
+def _dot(first: Weights, second: Weights, names: Iterable[str]) -> float:
     """Return the inner product of two gradients over named weights."""
-    return sum(_product(one[name], other[name]) for name in names)
+    return sum(_product(first[name], second[name]) for name in names)
 
 
-def _product(one: Tensor, other: Tensor) -> float:
+def _product(first: Tensor, second: Tensor) -> float:
     """Return the inner product of two tensors, computed in float64."""
-    return float((one.double() * other.double()).sum())
+    return float((first.double() * second.double()).sum())

@@ -52,46 +52,35 @@ from fedquilt.hardware.precision import Precision
 from fedquilt.methods.prototypes import Prototypes
 from fedquilt.round.engine import Gradients
 from fedquilt.round.federation import Federation, World
-from fedquilt.round.merge import (
-    ExtrasMean,
-    Fold,
-    Mean,
-    Merged,
+from fedquilt.round.fold import Fold, Merged, Weighting, client_weight
+from fedquilt.round.merge import ExtrasMean, Mean, Stateful, Sum, as_weights
+from fedquilt.round.method import Method, Presets, narrower, whatever_the_budget
+from fedquilt.round.server_optimizers import (
     Plain,
     ServerAdam,
     ServerMomentum,
-    ServerOptimiser,
+    ServerOptimizer,
     ServerStep,
     ServerYogi,
-    Stateful,
-    Sum,
-    Weighting,
-    as_weights,
-    client_weight,
 )
-from fedquilt.round.method import Method, Presets, narrower, whatever_the_budget
 from fedquilt.round.students import teaching
 from fedquilt.round.teachers import EACH, OUTPUTS, Combined, Teachers
+from fedquilt.round.training.adversarial import Adversarial
 from fedquilt.round.training.attacks import PGD, AdversarialTraining
 from fedquilt.round.training.augmentation import Intensity
+from fedquilt.round.training.distillation import Distilled, FromTeacher, Imitation, SoftLabels
 from fedquilt.round.training.filters import All, Filter, Nothing, Parts, VariantWeights
 from fedquilt.round.training.learner import Freeze, Learner, Phase, nets_of
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.mutual import Distance, Mutual
 from fedquilt.round.training.objectives import (
     RECEIVED,
-    Adversarial,
-    Distilled,
-    FromTeacher,
-    Imitation,
     MaskedCrossEntropy,
     Objective,
     Passes,
     Proximal,
-    SoftLabels,
     Summed,
     TaskLoss,
-    View,
     Wrapping,
 )
 from fedquilt.round.training.optimizers import SGD, Adam, AdamW
@@ -107,6 +96,7 @@ from fedquilt.round.training.regions import Between, Everywhere, Part, Region, W
 from fedquilt.round.training.schedules import Constant, Cosine, Steps, WithinRound
 from fedquilt.round.training.server import TEACHER, ServerTraining, Teaching, TrainServer
 from fedquilt.round.training.state import Left, MethodState, Trained
+from fedquilt.round.training.view import View
 from fedquilt.tasks import Task
 from fedquilt.terms import (
     WHOLE,
@@ -208,7 +198,7 @@ __all__ = [
     "Server",
     "ServerAdam",
     "ServerMomentum",
-    "ServerOptimiser",
+    "ServerOptimizer",
     "ServerStep",
     "ServerTraining",
     "ServerYogi",

@@ -6,17 +6,19 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.checks import within
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.methods.prototypes import Prototypes
 from fedquilt.round.federation import World
-from fedquilt.round.merge import ExtrasMean, Fold, Merged, Stateful, Weighting
+from fedquilt.round.fold import Fold, Merged, Weighting
+from fedquilt.round.merge import ExtrasMean, Stateful
 from fedquilt.round.students import teaching
 from fedquilt.round.teachers import OUTPUTS
+from fedquilt.round.training.distillation import SoftLabels
 from fedquilt.round.training.filters import All, Nothing
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.objectives import SoftLabels
 from fedquilt.round.training.passes import LogitsPass
 from fedquilt.round.training.public import ROUND, drawn_positions, num_drawn
 from fedquilt.round.training.server import TrainServer
@@ -47,6 +49,7 @@ class Predictions(MethodState):
     extras_down: tuple[str, ...] = (PREDICTIONS,)
     extras_up: tuple[str, ...] = (PREDICTIONS,)
 
+    @override
     def finish(self, trained: Trained) -> Left:
         return Left(sent_extras={PREDICTIONS: trained.passes["logits"]["logits"].softmax(1)})
 
@@ -70,25 +73,26 @@ class PredictionsMean(ExtrasMean):
     temperature: float | None = None  # Temperature of the sharpened mean. None: no sharpening.
     shape: tuple[int, ...] = ()  # Shape that the predictions of a client must have.
 
+    @override
     def add(self, update: Update) -> None:
         sent = update.extras.get(PREDICTIONS)
         if sent is not None and tuple(sent.shape) != self.shape:
             raise TrainingError(
                 f"client {update.job.client.id} sent predictions of shape {tuple(sent.shape)} in "
-                "round "
-                f"{update.job.round + 1}; a row for each public sample, {self.shape}, was asked "
-                "for. They were refused."
+                f"round {update.job.round + 1}; a row for each public sample, {self.shape}, was "
+                "asked for. They were refused."
             )
         super().add(update)
 
+    @override
     def finish(self, server: Server) -> Extras:
         extras = super().finish(server)
-        if not self.has_answers or self.temperature is None:
+        if not self.has_predictions or self.temperature is None:
             return extras
         return {**extras, PREDICTIONS: sharpened(extras[PREDICTIONS], self.temperature)}
 
     @property
-    def has_answers(self) -> bool:
+    def has_predictions(self) -> bool:
         """Return True if at least one client has sent predictions."""
         return PREDICTIONS in self._sums
 
@@ -102,9 +106,10 @@ class PredictionsFold(Stateful):
 
     extras: PredictionsMean | None = None
 
+    @override
     def finish(self, server: Server) -> Merged:
         merged = super().finish(server)
-        if self.extras is None or not self.extras.has_answers:
+        if self.extras is None or not self.extras.has_predictions:
             return merged
         extras = dict(merged.extras)
         if PREDICTIONS + ROUND in extras:
@@ -156,20 +161,24 @@ class DSFL(Prototypes):
         within(self, temperature="(0, inf)", public_epochs="[0, inf)", samples="[0, inf)")
 
     @property
+    @override
     def needs_public(self) -> bool:
         return True
 
     @property
+    @override
     def note(self) -> str:
         return (
             "clients keep their nets; results are those of the server's nets, which learn from "
             "predictions"
         )
 
+    @override
     def check_task(self, task: Task) -> None:
         super().check_task(task)
         needs_classes(self, task)
 
+    @override
     def init(self, world: World) -> Server:
         """Return the state before the first round. Its predictions are zeros and have no effect."""
         extras = {PREDICTIONS: torch.zeros(self.shape(world), dtype=world.dtype)}
@@ -185,6 +194,7 @@ class DSFL(Prototypes):
         """Return the shape of predictions: (drawn public sample, class, …)."""
         return (num_drawn(self.samples, world.num_public), *world.family.output_shape[1:])
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         base = super().learner(job, world)
         draw = self.draw(world)
@@ -209,6 +219,7 @@ class DSFL(Prototypes):
             private, state=drawn_state(draw, self.coded), after=(predict,), lesson=lesson
         )
 
+    @override
     def fold(self, server: Server, world: World) -> Fold:
         mean = super().fold(server, world)
         temperature = self.temperature if self.sharpen else None
@@ -218,10 +229,12 @@ class DSFL(Prototypes):
         )
         return PredictionsFold(mean, extras=predictions)
 
+    @override
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
         if OUTPUTS not in outputs:  # No client has sent predictions.
             return server
-        rows, how = outputs[OUTPUTS], self.server_training
+        rows = outputs[OUTPUTS]
+        how = self.server_training
         positions = drawn_positions(
             world.seed, server.round - 1, self.draw(world), world.num_public
         )

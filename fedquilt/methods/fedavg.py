@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from fedquilt.checks import within
 from fedquilt.family.cut import prefix
 from fedquilt.methods.nested import WITHOUT_RATIOS
@@ -33,15 +35,19 @@ class FedAvg(Method):
         within(self, share="(0, 1]")
 
     @property
+    @override
     def note(self) -> str:
         return whatever_the_budget(self.share) if type(self).plan is FedAvg.plan else ""
 
+    @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(world.family.fit(Budget(share=self.share)))]
 
+    @override
     def divisor(self, job: Job, world: World) -> float:
         return self.share
 
+    @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         """Cut a sub-model from the common net. Channels beyond it were never trained."""
         trained = world.family.fit(Budget(share=self.share))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from typing_extensions import override
+
 from fedquilt.family.norms import AllLocal
 from fedquilt.methods.fedavg import FedAvg
 from fedquilt.round.method import Presets
@@ -29,5 +31,6 @@ class FedBN(FedAvg):
         object.__setattr__(self, "local", replace(self.local, norm=self.local.norm.localized()))
 
     @property
+    @override
     def note(self) -> str:
         return f"{super().note}; accuracy is the mean over clients, each with its norms"

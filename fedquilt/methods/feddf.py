@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from fedquilt.methods.prototypes import Prototypes
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Fold, Weighting
+from fedquilt.round.fold import Fold, Weighting
 from fedquilt.round.method import Presets
 from fedquilt.round.students import teaching
 from fedquilt.round.teachers import OUTPUTS, Teachers
-from fedquilt.round.training.objectives import Imitation
+from fedquilt.round.training.distillation import Imitation
 from fedquilt.round.training.server import ServerTraining, TrainServer
 from fedquilt.terms import Extras, Server
 
@@ -60,11 +62,13 @@ class FedDF(Prototypes):
         },
     }
 
+    @override
     def fold(self, server: Server, world: World) -> Fold:
         """Average each group, and add up the logits of received nets on the public samples."""
         mean = super().fold(server, world)
         return Teachers(mean, world, server, self.statistics) if self.needs_public else mean
 
+    @override
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
         if OUTPUTS not in outputs:  # No client has sent a net.
             return server

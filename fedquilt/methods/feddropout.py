@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from fedquilt import noise
 from fedquilt.family.cut import prefix, scattered
 from fedquilt.family.family import Rounding
 from fedquilt.methods.partial import PARTIAL, TABLE_8, TABLE_12, TABLES_10_AND_11, released_settings
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Weighting
+from fedquilt.round.fold import Weighting
 from fedquilt.round.method import Method, Presets
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.terms import Budget, Client, Job, Server, Submodel, Submodels
@@ -39,18 +41,21 @@ class FedDropout(Method):
         **released_settings(),
     }
 
+    @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         member = self.fit(client.budget, world, self.rounding)
         return [
             scattered(
                 member,
                 world.family.layout.sizes,
-                noise.key(31, world.seed, client.id, server.round),
+                noise.key(noise.Stream.FEDERATED_DROPOUT, world.seed, client.id, server.round),
             )
         ]
 
+    @override
     def divisor(self, job: Job, world: World) -> float:
         return self.trainable_share(job.client.budget, world, self.rounding)
 
+    @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         return (prefix(world.family.fit(budget, self.rounding)),)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.axes import Index
@@ -19,17 +20,17 @@ from fedquilt.family.family import Family
 from fedquilt.methods.dsfl import needs_classes
 from fedquilt.methods.prototypes import Prototypes, architectures, drawn, largest
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Fold
+from fedquilt.round.fold import Fold
 from fedquilt.round.students import teaching
 from fedquilt.round.teachers import EACH, Teachers
-from fedquilt.round.training.objectives import FromTeacher, View
+from fedquilt.round.training.distillation import FromTeacher
 from fedquilt.round.training.server import TrainServer
+from fedquilt.round.training.view import View
 from fedquilt.tasks import Task
 from fedquilt.terms import Budget, Extras, Server, Submodel, Submodels
 
 _log = logging.getLogger(__name__)
 _SERVER = "server/"  # Scope of the server's net in the state.
-_INITIAL = 50  # Stream of random numbers for the initial weights of the server's net.
 
 
 def consensus_weights(logits: Tensor) -> Tensor:
@@ -80,6 +81,7 @@ class ConsensusLoss(FromTeacher):
     weight: float = 0.05  # Weight λ of the KL term. 0 ignores dissenting nets.
     temperature: float = 1.0  # Temperature of the KL term.
 
+    @override
     def loss(self, view: View, logits: Tensor, rows: Tensor) -> Tensor:
         label, dissent = rows.unbind(1)
         agreement = -(label * logits.log_softmax(1)).sum(1).mean()
@@ -140,13 +142,16 @@ class FedET(Prototypes):
         within(self, server_share="(0, 1]", diversity="[0, inf)", temperature="(0, inf)")
 
     @property
+    @override
     def needs_public(self) -> bool:
         return True
 
+    @override
     def check_task(self, task: Task) -> None:
         super().check_task(task)
         needs_classes(self, task)
 
+    @override
     def adapt(self, family: Family) -> Family:
         """Refuse a union whose first net is not the largest."""
         names = [family.layout.net_names(net.arch.variant)[0] for net in architectures(family)]
@@ -156,18 +161,18 @@ class FedET(Prototypes):
             )
             raise ConfigError(
                 f"FedET was asked for on a union of {', '.join(family.layout.nets)}. The server "
-                "trains its first net, "
-                f"{family.layout.nets[0]!r}, and clients train smaller ones; {reason}. A union of "
-                "two or more nets, the "
-                "largest first, would work."
+                f"trains its first net, {family.layout.nets[0]!r}, and clients train smaller ones; "
+                f"{reason}. A union of two or more nets, the largest first, would work."
             )
         return family
 
+    @override
     def nets(self, world: World) -> tuple[Submodel, ...]:
         """Return the prototypes. On a union these are all nets except the first."""
         prototypes = super().nets(world)
         return prototypes[1:] if world.family.layout.nets else prototypes
 
+    @override
     def net_for(self, budget: Budget, world: World, step: TrainingStep | None = None) -> Submodel:
         """Return the largest net of a union that a device can hold.
 
@@ -184,20 +189,23 @@ class FedET(Prototypes):
             return Submodel(world.family.whole, Index(), _SERVER)
         return Submodel(world.family.fit(Budget(share=self.server_share)), Index(), _SERVER)
 
+    @override
     def initial(self, world: World) -> dict[str, Tensor]:
         net = self.server_net(world)
         if world.family.layout.nets:
             union = world.family.init(world.seed, dtype=world.dtype)
             names = (name for name in world.family.member(net).names if name in union)
             return super().initial(world) | {net.scope + name: union[name] for name in names}
-        server_weights = drawn(net.arch, noise.key(_INITIAL, world.seed), world)
+        server_weights = drawn(net.arch, noise.key(noise.Stream.FEDET_INITIAL, world.seed), world)
         return super().initial(world) | {
             net.scope + name: value for name, value in server_weights.items()
         }
 
+    @override
     def fold(self, server: Server, world: World) -> Fold:
         return Teachers(super().fold(server, world), world, server, self.statistics, each=True)
 
+    @override
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
         if EACH not in outputs:  # No client has sent a net.
             return server
@@ -219,7 +227,8 @@ class FedET(Prototypes):
 
     def _transferred(self, server: Server, world: World) -> dict[str, Tensor]:
         """Return the weights of prototypes that are replaced by those of the server's net."""
-        layout, net = world.family.layout, self.server_net(world)
+        layout = world.family.layout
+        net = self.server_net(world)
         transferred: dict[str, Tensor] = {}
         if layout.nets:
             return transferred
@@ -231,6 +240,7 @@ class FedET(Prototypes):
                     transferred[prototype.scope + name] = weight.clone()
         return transferred
 
+    @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         """Return the server's net if the device can run it, else the largest fitting prototype."""
         if world.family.layout.nets:

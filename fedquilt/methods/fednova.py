@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from typing_extensions import override
+
 from fedquilt.checks import within
 from fedquilt.methods.fedavg import FedAvg
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Fold, Mean
+from fedquilt.round.fold import Fold
+from fedquilt.round.merge import Mean
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import Proximal
 from fedquilt.terms import Job, Server
@@ -30,10 +33,12 @@ class FedNova(FedAvg):
         super().__post_init__()
         within(self, mu="[0, inf)")
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         phases = (Phase(Proximal(self.local.build_objective(), self.mu)),)
         return replace(super().learner(job, world), phases=phases, paced=True, mu=self.mu)
 
+    @override
     def fold(self, server: Server, world: World) -> Fold:
         plain = frozenset(world.family.statistics)
         return Mean(

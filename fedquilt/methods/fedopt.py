@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedquilt.methods.fedavg import FedAvg
-from fedquilt.round.merge import Plain, ServerAdam, ServerMomentum, ServerYogi
 from fedquilt.round.method import Presets
+from fedquilt.round.server_optimizers import Plain, ServerAdam, ServerMomentum, ServerYogi
 
 
 @dataclass(frozen=True)

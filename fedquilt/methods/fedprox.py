@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from typing_extensions import override
+
 from fedquilt.checks import within
 from fedquilt.methods.fedavg import FedAvg
 from fedquilt.round.federation import World
@@ -26,6 +28,7 @@ class FedProx(FedAvg):
         super().__post_init__()
         within(self, mu="[0, inf)")
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         return replace(
             super().learner(job, world),

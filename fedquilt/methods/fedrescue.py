@@ -8,12 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from fedquilt.checks import one_of, within
 from fedquilt.methods.nested import GRIDS, Nested, SampledWidths, Slimming
 from fedquilt.round.federation import World
 from fedquilt.round.method import Presets
+from fedquilt.round.training.distillation import Distilled
 from fedquilt.round.training.learner import Freeze, Learner, Phase
-from fedquilt.round.training.objectives import Distilled, Summed
+from fedquilt.round.training.objectives import Summed
 from fedquilt.round.training.regions import Between, Everywhere
 from fedquilt.terms import Job
 
@@ -29,11 +32,13 @@ class Progressive(SampledWidths):
     freeze: Freeze = "update"  # How the weights of the previous nets are frozen.
     overwrite: bool = False  # True lets each net train all of its weights (algorithm 6).
 
+    @override
     def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]:
         whole_objective = self.local.build_objective()
         if self.count < 0:  # S = 0
             return (Phase(whole_objective),)
-        phases, inner = [], 0.0
+        phases = []
+        inner = 0.0
         for ratio in ratios:  # Lines 6 to 9. The net θ×0 before the first one is empty.
             objective = self.local.build_objective(ratio)
             if self.alpha:
@@ -70,6 +75,7 @@ class FedResCuE(Nested):
         within(self, alpha="[0, inf)")
         one_of(self, freeze=Freeze)
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         return progressive(self, job, world, self.alpha, self.freeze)
 
@@ -80,6 +86,7 @@ class FedSeq(Nested):
 
     paper = "Zhu et al. 2022"
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         return progressive(self, job, world, alpha=0.0)
 
@@ -90,6 +97,7 @@ class FedRush(Nested):
 
     paper = "Zhu et al. 2022"
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         return progressive(self, job, world, overwrite=True)
 
@@ -122,5 +130,6 @@ class FedSlim(Nested):
 
     paper = "Zhu et al. 2022"
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         return self.drawing(Slimming, self.samples, True, job, world)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from typing_extensions import override
 
 from fedquilt.checks import within
 from fedquilt.family.cut import windows
 from fedquilt.family.family import Rounding
 from fedquilt.methods.partial import PARTIAL, TABLE_8, TABLE_12, TABLES_10_AND_11, released_settings
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Weighting
+from fedquilt.round.fold import Weighting
 from fedquilt.round.method import Method, Presets
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.terms import Arch, Budget, Client, Job, Server, Submodel, Submodels
@@ -61,6 +62,7 @@ class FedRolex(Method):
         if self.overlap is not None:
             within(self, overlap="[0, 1]")
 
+    @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         member = self.fit(client.budget, world, self.rounding)
         return [self._window(member, client.budget, server.round, world)]
@@ -70,7 +72,9 @@ class FedRolex(Method):
 
         On an axis of K channels it starts at (offset + round · step) mod K, and wraps around.
         """
-        axes, sizes, starts = world.family.layout.axes, world.family.layout.sizes, {}
+        axes = world.family.layout.axes
+        sizes = world.family.layout.sizes
+        starts = {}
         for axis, width in member.widths:
             start = self.offset + round * self._step(
                 self._share(budget) or width / sizes[axis], sizes[axis]
@@ -92,9 +96,11 @@ class FedRolex(Method):
             return self.shift
         return 1 + math.floor(round(share * (1 - self.overlap) * size, 9))  # 0.29 * 100 == 28.999…
 
+    @override
     def divisor(self, job: Job, world: World) -> float:
         return self.trainable_share(job.client.budget, world, self.rounding)
 
+    @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         """Return the window that was trained last."""
         member = world.family.fit(budget, self.rounding)
@@ -129,5 +135,7 @@ def rounds_to_cover_random(indices: int, times: int = 1) -> float:
     t = torch.linspace(0.0, end, 400_001, dtype=torch.float64)
     rare = torch.special.gammaincc(torch.tensor(float(times), dtype=torch.float64), t)
     missed = -torch.expm1(indices * torch.log1p(-rare.clamp(max=1.0 - 2.0**-53)))
-    ends, odd, even = missed[0] + missed[-1], missed[1:-1:2].sum(), missed[2:-1:2].sum()
+    ends = missed[0] + missed[-1]
+    odd = missed[1:-1:2].sum()
+    even = missed[2:-1:2].sum()
     return float(indices * (ends + 4 * odd + 2 * even) * (t[1] - t[0]) / 3)  # Simpson's rule

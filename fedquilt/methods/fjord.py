@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from fedquilt.methods.nested import GRIDS, Nested, Slimming
 from fedquilt.round.federation import World
 from fedquilt.round.method import Presets
@@ -31,5 +33,6 @@ class FjORD(Nested):
         "fjord": {"samples": 1},
     }
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         return self.drawing(Slimming, self.samples, True, job, world, supervised=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from typing_extensions import override
+
 from fedquilt.family.cut import prefix
 from fedquilt.family.family import Rounding
 from fedquilt.methods.nested import WITHOUT_RATIOS
 from fedquilt.methods.partial import PARTIAL, TABLE_8, TABLES_10_AND_11
 from fedquilt.methods.splitmix_settings import compared_presets
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Weighting
+from fedquilt.round.fold import Weighting
 from fedquilt.round.method import Method, Presets
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.optimizers import SGD
@@ -57,11 +59,14 @@ class HeteroFL(Method):
         "released-iid": {"local": _released(150, 250), "rounding": "ceil"},
     }
 
+    @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(self.fit(client.budget, world, self.rounding))]
 
+    @override
     def divisor(self, job: Job, world: World) -> float:
         return self.trainable_share(job.client.budget, world, self.rounding)
 
+    @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         return (prefix(world.family.fit(budget, self.rounding)),)

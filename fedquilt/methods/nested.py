@@ -10,16 +10,19 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Self
 
+from typing_extensions import override
+
 from fedquilt import noise
 from fedquilt.checks import within
 from fedquilt.family.cut import prefix
 from fedquilt.family.member import Member
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Weighting
+from fedquilt.round.fold import Weighting
 from fedquilt.round.method import Method, Presets
+from fedquilt.round.training.distillation import Distilled
 from fedquilt.round.training.learner import Learner, Phase, nets_of
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import Distilled, Summed
+from fedquilt.round.training.objectives import Summed
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.terms import Client, Job, Server, Submodel
 
@@ -49,21 +52,25 @@ class SampledWidths(Learner):
     key: int = 0  # Key of the random numbers of the round.
 
     @property
+    @override
     def drawn(self) -> bool:
         return self.count > 0 and bool(self.ratios)
 
     @staticmethod
-    def of(kind: type[SampledWidths], base: Learner, **own: Any) -> SampledWidths:
+    def of(kind: type[SampledWidths], base: Learner, **settings: Any) -> SampledWidths:
         """Return a learner with the settings of `base` and phases from drawn ratios.
 
         Args:
             kind: Class of the learner.
             base: Learner whose settings are copied.
-            own: Settings of `kind` beyond those of `base`.
+            settings: Settings of `kind` beyond those of `base`.
         """
-        learner = kind(**{field.name: getattr(base, field.name) for field in fields(base)} | own)
+        learner = kind(
+            **{field.name: getattr(base, field.name) for field in fields(base)} | settings
+        )
         return replace(learner, phases=learner.phases_at(0))
 
+    @override
     def phases_at(self, step: int) -> tuple[Phase, ...]:
         return _phases(replace(self, phases=(), lr=0.0, key=0), noise.key(self.key, step))
 
@@ -74,12 +81,15 @@ class SampledWidths(Learner):
             sorted(self.ratios[position] for position in noise.choose(key, count, len(self.ratios)))
         )
 
+    @override
     def nets(self, member: Member) -> tuple[Member, ...]:
         return nets_of(self.phases_of(self.ratios) if self.drawn else self.phases, member)
 
     @abstractmethod
-    def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]: ...
+    def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]:
+        """Return the phases of a batch for which these ratios were drawn, the smallest first."""
 
+    @override
     def possible_phases(self, member: Member) -> tuple[Phase, ...]:
         """Return the phases of a few draws that together contain every ratio.
 
@@ -95,6 +105,7 @@ class SampledWidths(Learner):
         return tuple(phase for draw in draws for phase in self.phases_of(draw))
 
     @property
+    @override
     def timeless(self) -> Self:
         return replace(
             self, lr=0.0, key=0, phases=_phases(replace(self, phases=(), lr=0.0, key=0), 0)
@@ -131,6 +142,7 @@ class Nested(Method):
         grid = [round(self.smallest + step * self.granularity, 12) for step in range(count + 1)]
         return (*(ratio for ratio in grid if ratio < 1), 1.0)
 
+    @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(self.fit(client.budget, world))]
 
@@ -141,7 +153,7 @@ class Nested(Method):
         distils: bool,
         job: Job,
         world: World,
-        **own: Any,
+        **settings: Any,
     ) -> Learner:
         """Return a learner that draws ratios below the client's share.
 
@@ -151,11 +163,12 @@ class Nested(Method):
             distils: True if drawn nets learn from the client's largest net.
             job: Client, sub-model and round.
             world: Family, task and random seed.
-            own: Further settings of `kind`.
+            settings: Further settings of `kind`.
         """
         share = self.trainable_share(job.client.budget, world)
         below = tuple(ratio for ratio in self.ratios if ratio < share)
-        key, taught = noise.key(41, world.seed, job.round), distils and count > 0 and bool(below)
+        key = noise.key(noise.Stream.NESTED_WIDTHS, world.seed, job.round)
+        taught = distils and count > 0 and bool(below)
         return SampledWidths.of(
             kind,
             Method.learner(self, job, world),
@@ -163,7 +176,7 @@ class Nested(Method):
             count=count,
             key=key,
             taught=taught,
-            **own,
+            **settings,
         )
 
 
@@ -176,6 +189,7 @@ class Slimming(SampledWidths):
 
     supervised: bool = False  # True: drawn nets learn from the labels too. False: teacher only.
 
+    @override
     def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]:
         objectives = [self.local.build_objective()]
         for ratio in ratios:

@@ -44,17 +44,17 @@ _RELEASED = replace(
 )
 
 
-def released_settings(**own: Any) -> Presets:
+def released_settings(**settings: Any) -> Presets:
     """Return presets with the local settings of FedRolex's released code.
 
     Args:
-        own: Further settings of the method, which are added to each preset.
+        settings: Further settings of the method, which are added to each preset.
     """
     return {
         name: {
             "local": replace(_RELEASED, schedule=Steps(milestones, 0.25)),
             "rounding": "ceil",
-            **own,
+            **settings,
         }
         for name, milestones in (
             ("released-settings", (1199,)),

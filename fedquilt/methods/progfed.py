@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.checks import one_of, refuse, within
@@ -20,16 +20,19 @@ from fedquilt.family.member import Member
 from fedquilt.family.variants import joined, members_of
 from fedquilt.methods.alignment import Alignment, align
 from fedquilt.methods.fedavg import FedAvg
+from fedquilt.methods.progfed_stages import Moment, num_stages, stage_lengths, stage_name
 from fedquilt.round.engine import Gradients
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Fold, Plain, ServerAdam, ServerMomentum, ServerYogi, Weighting
+from fedquilt.round.fold import Fold, Weighting
 from fedquilt.round.method import Method, Presets
+from fedquilt.round.server_optimizers import Plain, ServerAdam, ServerMomentum, ServerYogi
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import Passes, View, Wrapping
+from fedquilt.round.training.objectives import Passes, Wrapping
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.schedules import Cosine
 from fedquilt.round.training.server import TrainServer
+from fedquilt.round.training.view import View
 from fedquilt.tasks import Task
 from fedquilt.terms import (
     WHOLE,
@@ -44,17 +47,9 @@ from fedquilt.terms import (
     Submodels,
 )
 
+# Parts of the model that a stage trains (Table 5).
 Strategy = Literal["progressive", "end_to_end", "layerwise", "partial", "mixed", "random"]
-_SITE = 48  # Stream of random numbers for the stages that the strategy `random` draws.
 _PROGRESSIVE = "theorem 1 is on the strategy 'progressive', with which alignment would work."
-
-
-class Moment(NamedTuple):
-    """Position of a round in the growth of the model."""
-
-    stage: int  # Number of the stage, from 1. The paper's s.
-    warm: bool  # True in a warm-up round, in which only the new block and its head are trained.
-    round: int  # Round that is passed to the learning-rate schedule.
 
 
 @dataclass(frozen=True)
@@ -127,8 +122,8 @@ class ProgFed(Method):
             refuse(self, {"over": problem})
         if isinstance(inner, ProgFed):
             problem = (
-                "ProgFed was asked for over ProgFed; a model grows once. Any other method "
-                "would work."
+                "ProgFed was asked for over ProgFed; a model grows once. Any other method would "
+                "work."
             )
             refuse(self, {"over": problem})
         shared = (
@@ -160,8 +155,8 @@ class ProgFed(Method):
                 self,
                 {
                     "alignment": (
-                        f"{self.alignment} was asked for with strategy = "
-                        f"{self.strategy!r}; {_PROGRESSIVE}"
+                        f"{self.alignment} was asked for with strategy = {self.strategy!r}; "
+                        f"{_PROGRESSIVE}"
                     )
                 },
             )
@@ -170,6 +165,7 @@ class ProgFed(Method):
 
     # --- the growth ------------------------------------------------------------------------------
 
+    @override
     def adapt(self, family: Family) -> Family:
         """Return the family with its stages as variants."""
         return self.over.adapt(family).staged(self.stages)
@@ -183,7 +179,9 @@ class ProgFed(Method):
         Raises:
             ConfigError: No round is left for the whole model, or a warm-up is as long as its stage.
         """
-        return _lengths(self, num_stages)
+        return stage_lengths(
+            num_stages, self.rounds, self.stage_rounds, self.warm_rounds, self.extra_warmup
+        )
 
     def moment(self, round: int, num_stages: int) -> Moment:
         """Return the position of a round in the growth of the model.
@@ -230,19 +228,16 @@ class ProgFed(Method):
             case "partial":
                 return WHOLE, () if stage == last else (*blocks, f"head{last}")
             case "mixed":  # "combines Partial and Ours"
-                joint_variant = joined(WHOLE, _name(stage, last))
-                return joint_variant, () if stage == last else (
-                    *blocks,
-                    f"head{stage}",
-                    f"head{last}",
-                )
+                parts = () if stage == last else (*blocks, f"head{stage}", f"head{last}")
+                return joined(WHOLE, stage_name(stage, last)), parts
             # Stages are drawn in the rounds in which the other strategies grow. After them the
             # whole model is trained. By the paper's count that costs 0.89 of end-to-end training
             # (Table 5: 0.88). Drawing in all rounds would cost 0.7.
             case "random" if stage < last:
-                drawn_stage = 1 + int(noise.choose(noise.key(_SITE, world.seed, round), 1, last)[0])
-                return _name(drawn_stage, last), ()
-        return _name(stage, last), (blocks[-1], f"head{stage}") if moment.warm else ()
+                key = noise.key(noise.Stream.PROGFED_STAGE, world.seed, round)
+                (position,) = noise.choose(key, 1, last)
+                return stage_name(1 + position, last), ()
+        return stage_name(stage, last), (blocks[-1], f"head{stage}") if moment.warm else ()
 
     def _at(self, round: int, world: World) -> World:
         """Return the world that the inner method gets in a round. Its family is the stage's."""
@@ -254,6 +249,7 @@ class ProgFed(Method):
         shown = variant if self.strategy == "progressive" else WHOLE
         return replace(world, family=world.family.at(shown))
 
+    @override
     def turns(self, world: World) -> tuple[int, ...]:
         """Return the rounds in which the set of trained weights changes.
 
@@ -279,30 +275,37 @@ class ProgFed(Method):
             first.setdefault(self.variant(round, world)[0], round)
         return tuple(first.values())
 
+    @override
     def status(self, round: int, world: World) -> str:
         last = num_stages(world.family)
         moment = self.moment(round, last)
         return f"stage {moment.stage} of {last}{', warm-up' if moment.warm else ''}"
 
+    @override
     def settled(self, rounds: int) -> Self:
         return replace(self, rounds=self.rounds or rounds, over=self.over.settled(rounds))
 
     # --- steps of a round, which the inner method does -------------------------------------------
 
     @property
+    @override
     def personal(self) -> bool:
         return self.over.personal
 
     @property
+    @override
     def note(self) -> str:
         return self.over.note
 
+    @override
     def with_local(self, **changes: Any) -> Self:
         return replace(self, over=self.over.with_local(**changes))
 
+    @override
     def initial(self, world: World) -> dict[str, Tensor]:
         return self.over.initial(world)
 
+    @override
     def init(self, world: World) -> Server:
         if (
             num_stages(world.family) == 1
@@ -311,33 +314,39 @@ class ProgFed(Method):
         ):
             raise ConfigError(
                 f"ProgFed was asked for with stages = {self.stages!r}; the model was traced "
-                "without stages. "
-                "fq.trace(fq.with_stages(module, stages=…), example) gives it some."
+                "without stages. fq.trace(fq.with_stages(module, stages=…), example) gives it some."
             )
         server = self.over.init(world)
         if self.alignment:
             _check_whole(server, world)
         return server
 
+    @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return self.over.plan(server, client, self._at(server.round, world))
 
+    @override
     def fit(self, budget: Budget, world: World, rounding: Rounding = "floor") -> Arch:
         return self.over.fit(budget, world, rounding)
 
+    @override
     def trainable_share(self, budget: Budget, world: World, rounding: Rounding = "floor") -> float:
         return self.over.trainable_share(budget, world, rounding)
 
+    @override
     def runnable_share(self, budget: Budget, world: World) -> float:
         return self.over.runnable_share(budget, world)
 
+    @override
     def training_step(self, world: World) -> TrainingStep:
         return self.over.training_step(world)
 
+    @override
     def own(self, server: Server, client: Client, world: World) -> Submodels:
         nets = self.over.own(server, client, self._tested(server, world))
         return tuple(replace(net, arch=replace(net.arch, trains=())) for net in nets)
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         arch = job.submodel.arch
         inner = self.over.learner(
@@ -350,8 +359,8 @@ class ProgFed(Method):
         if inner.drawn or inner.taught:
             raise ConfigError(
                 f"ProgFed was asked for with strategy = 'mixed' over {type(self.over).__name__}, "
-                "whose clients run "
-                "nested nets; another strategy or a method without nested nets would work."
+                "whose clients run nested nets; another strategy or a method without nested nets "
+                "would work."
             )
         phases = tuple(
             replace(phase, objective=OfVariants(phase.objective, variants))
@@ -359,40 +368,52 @@ class ProgFed(Method):
         )
         return replace(learner, phases=phases)
 
+    @override
     def divisor(self, job: Job, world: World) -> float:
         return self.over.divisor(job, world)
 
+    @override
     def lr(self, round: int) -> float:
         return self.over.lr(round)
 
+    @override
     def fold(self, server: Server, world: World) -> Fold:
         return self.over.fold(server, world)
 
+    @override
     def label(self, budget: Budget, world: World) -> str:
         return self.over.label(budget, world)
 
+    @override
     def key(self, budget: Budget, world: World) -> str:
         return self.over.key(budget, world)
 
+    @override
     def resumed(self, job: Job, memory: ClientState | None, world: World) -> None:
         self.over.resumed(job, memory, world)
 
+    @override
     def kept_nets(self, memory: ClientState, world: World) -> Mapping[str, Submodel]:
         return self.over.kept_nets(memory, world)
 
+    @override
     def account(self, counts: Mapping[Budget, int], world: World) -> dict[str, Any]:
         return self.over.account(counts, world)
 
+    @override
     def check_task(self, task: Task) -> None:
         self.over.check_task(task)
 
+    @override
     def shortened(self) -> Self:
         return replace(self, over=self.over.shortened())
 
     @property
+    @override
     def needs_public(self) -> bool:
         return self.over.needs_public
 
+    @override
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
         """Let the inner method train the server's net of the stage that this round trained.
 
@@ -404,12 +425,15 @@ class ProgFed(Method):
         """
         return self.over.learn(server, outputs, self._tested(server, world), train)
 
+    @override
     def candidates(self, server: Server, world: World) -> Submodels:
         return self.over.candidates(server, self._tested(server, world))
 
+    @override
     def ranked(self, server: Server, scores: Sequence[float], world: World) -> Server:
         return self.over.ranked(server, scores, self._tested(server, world))
 
+    @override
     def figures(self, server: Server, world: World, gradients: Gradients) -> dict[str, float]:
         """Return the inner method's figures, and those of theorem 1 if `alignment` is above 0.
 
@@ -448,11 +472,12 @@ class ProgFed(Method):
         _check_whole(server, world)
         last = num_stages(world.family)
         stage = self.moment(max(0, server.round - 1), last).stage
-        variants = (_name(stage, last), WHOLE)
+        variants = (stage_name(stage, last), WHOLE)
         nets = [prefix(world.family.at(variant).whole) for variant in dict.fromkeys(variants)]
         net_gradients = gradients(nets, samples)
         return align(stage, net_gradients[0], net_gradients[-1])
 
+    @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         return self.over.deploy(server, budget, self._tested(server, world))
 
@@ -461,17 +486,19 @@ class ProgFed(Method):
 class OfVariants(Wrapping):
     """Sum of another objective's losses over several variants of the client's net."""
 
-    variants: tuple[str, ...] = (WHOLE,)
+    variants: tuple[str, ...] = (WHOLE,)  # Variants that are run, each once.
 
     def _nets(self, member: Member) -> list[Member]:
         return [member.at(variant) for variant in self.variants]
 
+    @override
     def nets(self, member: Member) -> tuple[Member, ...]:
         nets = (
             net for variant_net in self._nets(member) for net in self.objective.nets(variant_net)
         )
         return tuple(dict.fromkeys(nets))
 
+    @override
     def passes(self, member: Member) -> tuple[Passes, ...]:
         return tuple(
             net_pass
@@ -479,22 +506,18 @@ class OfVariants(Wrapping):
             for net_pass in self.objective.passes(variant_net)
         )
 
+    @override
     def __call__(self, view: View) -> Tensor:
         losses: list[Tensor] = []
         for net in self._nets(view.member):
-            variant_view = replace(view, member=net, seen={})
+            variant_view = replace(view, member=net, norm_statistics={})
             losses.append(self.objective(variant_view))
-            view.seen |= {
+            view.norm_statistics |= {
                 name: value
-                for name, value in variant_view.seen.items()
+                for name, value in variant_view.norm_statistics.items()
                 if name in view.member.statistics
             }
         return torch.stack(losses).sum()
-
-
-def num_stages(family: Family) -> int:
-    """Return the number of stages of a family including the whole model, the paper's S."""
-    return 1 + sum(variant.startswith("stage") for variant in family.variants)
 
 
 def _check_whole(server: Server, world: World) -> None:
@@ -504,69 +527,6 @@ def _check_whole(server: Server, world: World) -> None:
     if missing:
         raise ConfigError(
             "ProgFed was asked for alignment; the state has no single whole model, because it has "
-            f"no {missing[0]!r}. "
-            "A method with one model at the server would work, such as FedAvg or HeteroFL."
+            f"no {missing[0]!r}. A method with one model at the server would work, such as FedAvg "
+            "or HeteroFL."
         )
-
-
-def _name(stage: int, last: int) -> str:
-    """Return the name of a stage's variant. The last stage is the whole model."""
-    return WHOLE if stage == last else f"stage{stage}"
-
-
-@lru_cache(maxsize=256)
-def _lengths(method: ProgFed, num_stages: int) -> tuple[int, ...]:
-    if num_stages == 1:
-        return (method.rounds,)
-    if not method.rounds:
-        raise ConfigError(
-            "ProgFed was prepared without a number of rounds, on which the length of its stages "
-            "depends. "
-            "method.settled(rounds) gives it; fq.run and the command line do that."
-        )
-    warmup = method.warm_rounds
-    added = warmup * (num_stages - 1) if method.extra_warmup else 0
-    total = method.rounds - added
-    stage_rounds = method.stage_rounds
-    if isinstance(stage_rounds, tuple) and len(stage_rounds) not in (num_stages - 1, num_stages):
-        raise ConfigError(
-            f"ProgFed was asked for with stage_rounds = {list(stage_rounds)}, rounds of "
-            f"{len(stage_rounds)} stages; the model has "
-            f"{num_stages}. A number for each would work, or for each but the last, which takes "
-            "the rest."
-        )
-    each = stage_rounds or max(1, total // (2 * num_stages))
-    growing = each[: num_stages - 1] if isinstance(each, tuple) else (each,) * (num_stages - 1)
-    last_rounds = total - sum(growing)
-    if (
-        isinstance(stage_rounds, tuple)
-        and len(stage_rounds) == num_stages
-        and stage_rounds[-1] != last_rounds
-    ):
-        raise ConfigError(
-            f"ProgFed was asked for with stage_rounds = {list(stage_rounds)}, which are "
-            f"{sum(stage_rounds)} rounds; the run has "
-            f"{total}. Rounds of all stages but the last would work, which takes the rest."
-        )
-    lengths = (*growing, last_rounds)
-    if min(lengths) < 1:
-        raise ConfigError(
-            f"ProgFed was asked for with {method.rounds} rounds, of which {sum(growing) + added} "
-            "are for the first "
-            f"{num_stages - 1} of {num_stages} stages{' and warm-up' if added else ''}; at least "
-            "one is needed for "
-            "each stage and for the whole model. More rounds, smaller stage_rounds or fewer stages"
-            f"{' or a shorter warmup' if added else ''} would work."
-        )
-    if method.extra_warmup:
-        return (lengths[0], *(length + warmup for length in lengths[1:]))
-    shortest = min(lengths[1:])
-    if shortest <= warmup:
-        raise ConfigError(
-            f"ProgFed was asked for with warmup = {warmup}, and a stage has {shortest} rounds; in "
-            "a warm-up only the "
-            f"new block moves, so that it has to end before its stage. Up to {shortest - 1} would "
-            "work, or "
-            "extra_warmup, which adds rounds to the stages."
-        )
-    return lengths

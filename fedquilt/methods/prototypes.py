@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.axes import Index
@@ -24,8 +25,6 @@ from fedquilt.round.method import Method
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.server import ServerTraining
 from fedquilt.terms import Arch, Budget, Client, Job, Server, Submodel, Submodels
-
-_INITIAL = 49  # Stream of random numbers for the prototypes' initial weights.
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,13 @@ class Prototypes(Method):
         if self.local.norm.personal:
             problems["local.norm"] = (
                 f"{self.local.norm.name!r} was asked for, under which norms stay on clients. The "
-                "server runs its nets "
-                "on public samples, and needs all of their weights: 'batch', 'tracked' or 'post' "
-                "would work."
+                "server runs its nets on public samples, and needs all of their weights: 'batch', "
+                "'tracked' or 'post' would work."
             )
         refuse(self, problems)
         object.__setattr__(self, "prototypes", shares)
 
+    @override
     def shortened(self) -> Self:
         """Return the method with little training, for tests.
 
@@ -82,6 +81,7 @@ class Prototypes(Method):
         return replace(super().shortened(), server_training=replace(few, steps=min(4, few.steps)))
 
     @property
+    @override
     def needs_public(self) -> bool:
         return self.server_training.steps > 0
 
@@ -93,6 +93,7 @@ class Prototypes(Method):
         """
         return "stored" if self.local.norm.tracks else "batch"
 
+    @override
     def initial(self, world: World) -> dict[str, Tensor]:
         """Draw every prototype independently, in the range of its own fan-in.
 
@@ -106,7 +107,9 @@ class Prototypes(Method):
                 weights |= {net.scope + name: drawn_weights[name] for name in names}
             return weights
         for index, net in enumerate(self.nets(world)):
-            seed = noise.key(_INITIAL, world.seed, index) if index else world.seed
+            seed = world.seed
+            if index:
+                seed = noise.key(noise.Stream.PROTOTYPE_INITIAL, world.seed, index)
             weights |= {
                 net.scope + name: value for name, value in drawn(net.arch, seed, world).items()
             }
@@ -122,6 +125,7 @@ class Prototypes(Method):
         """Return the prototype of a share, with all weights of its scope."""
         return Submodel(world.family.fit(Budget(share=share)), Index(), f"share{share:g}/")
 
+    @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         """Return the largest prototype that the client can train."""
         if world.family.layout.nets:
@@ -132,12 +136,14 @@ class Prototypes(Method):
             )
         ]
 
+    @override
     def divisor(self, job: Job, world: World) -> float:
         """Return the share of the client's prototype. It is 1 for nets of a union."""
         if world.family.layout.nets:
             return 1.0
         return self.fitting(self.trainable_share(job.client.budget, world), job.client.budget)
 
+    @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         """Return the largest prototype that the device can run."""
         if world.family.layout.nets:
@@ -146,6 +152,7 @@ class Prototypes(Method):
 
     # --- prototypes that are the nets of a union -------------------------------------------------
 
+    @override
     def fit(self, budget: Budget, world: World, rounding: Rounding = "floor") -> Arch:
         """Return the net that a client trains.
 
@@ -174,6 +181,7 @@ class Prototypes(Method):
         """
         return largest(self.nets(world), budget, world, step)
 
+    @override
     def trainable_share(self, budget: Budget, world: World, rounding: Rounding = "floor") -> float:
         """Return the share that a client can train.
 
@@ -189,12 +197,14 @@ class Prototypes(Method):
             return super().trainable_share(budget, world, rounding)
         return _relative(self.net_for(budget, world, self._step_within(budget, world)), world)
 
+    @override
     def runnable_share(self, budget: Budget, world: World) -> float:
         """Return the share that a device can run. A union is counted as in `trainable_share`."""
         if not world.family.layout.nets:
             return super().runnable_share(budget, world)
         return _relative(self.net_for(budget, world), world)
 
+    @override
     def without_memory(self, budget: Budget, world: World, trains: bool) -> Budget:
         """Return a budget without a bound on memory that allows the same net.
 
@@ -210,6 +220,7 @@ class Prototypes(Method):
         net = self.net_for(budget, world, self._step_within(budget, world) if trains else None)
         return replace(budget, memory=None, macs=world.family.member(net).macs)
 
+    @override
     def label(self, budget: Budget, world: World) -> str:
         """Return the label of a budget's results in tables and logs.
 
@@ -234,10 +245,9 @@ class Prototypes(Method):
         if fits is None:
             raise BudgetError(
                 f"the budget {budget} was given, which holds a share of {share:g}; the smallest "
-                "prototype of "
-                f"{type(self).__name__} has {self.prototypes[-1]:g}. A smaller one would work: "
-                "method.prototypes = "
-                f"{[*self.prototypes, round(share, 4)]}; or larger budgets."
+                f"prototype of {type(self).__name__} has {self.prototypes[-1]:g}. A smaller one "
+                f"would work: method.prototypes = {[*self.prototypes, round(share, 4)]}; or larger "
+                "budgets."
             )
         return fits
 
@@ -271,9 +281,8 @@ def largest(
     if budget.share is not None and budget.share < 1:
         raise BudgetError(
             f"a share of {budget.share:g} was given as a budget; the nets {names} are of different "
-            "architectures, "
-            "which have no common share. Bounds on macs, params or memory would work, such as "
-            "those of a fleet by_net."
+            "architectures, which have no common share. Bounds on macs, params or memory would "
+            "work, such as those of a fleet by_net."
         )
     fits = next((net for net in nets if not family.excess([net], budget, step)), None)
     if fits is None:
@@ -281,8 +290,7 @@ def largest(
         smallest = family.layout.net_names(nets[-1].arch.variant)[0]
         raise BudgetError(
             f"the budget {budget} was given, which holds none of the nets {names}. The smallest is "
-            f"{smallest!r}: "
-            f"{excess}. A smaller net in the union would work, or larger budgets."
+            f"{smallest!r}: {excess}. A smaller net in the union would work, or larger budgets."
         )
     return fits
 

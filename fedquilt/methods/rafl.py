@@ -5,33 +5,44 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, ClassVar, Literal, Self
 
-import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family.cost import TrainingStep
 from fedquilt.family.cut import prefix
-from fedquilt.family.family import Family, Rounding, trace
+from fedquilt.family.family import Family, Rounding
 from fedquilt.family.member import Member
 from fedquilt.family.union import union
 from fedquilt.family.variants import joined, members_of
+from fedquilt.methods.rafl_nets import (
+    cut_out,
+    knowledge_net,
+    macs_of,
+    needs_divergences,
+    private_name,
+    private_net,
+    private_nets,
+    warn_of_fixed_weights,
+)
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Fold, Weighting
+from fedquilt.round.fold import Fold, Weighting
 from fedquilt.round.method import Method, Presets
 from fedquilt.round.students import teaching
 from fedquilt.round.teachers import OUTPUTS, Combined, Teachers
+from fedquilt.round.training.distillation import FromTeacher, Imitation
 from fedquilt.round.training.filters import All, Nothing, VariantWeights
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.mutual import Distance, Mutual
-from fedquilt.round.training.objectives import FromTeacher, Imitation, Objective, View
+from fedquilt.round.training.objectives import Objective
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.regions import WithinVariant
 from fedquilt.round.training.server import ServerTraining, TrainServer
+from fedquilt.round.training.view import View
 from fedquilt.tasks import Task
 from fedquilt.terms import (
     WHOLE,
@@ -46,8 +57,8 @@ from fedquilt.terms import (
     Submodels,
 )
 
-Order = Literal["together", "in_turn"]
-Limit = Literal["pair", "private"]
+Order = Literal["together", "in_turn"]  # Order of the updates of two nets on a batch.
+Limit = Literal["pair", "private"]  # Nets that a device's limits apply to.
 _log = logging.getLogger(__name__)
 
 
@@ -63,6 +74,7 @@ class Softened(FromTeacher):
 
     temperature: float = 20.0  # Temperature T of both nets.
 
+    @override
     def loss(self, view: View, logits: Tensor, rows: Tensor) -> Tensor:
         t = (rows.softmax(1) / self.temperature).softmax(1)
         student = (logits / self.temperature).log_softmax(1)
@@ -182,29 +194,31 @@ class RaFL(Method):
         if self.local.norm.personal:
             problem = (
                 f"{self.local.norm.name!r} was asked for, under which norms stay on clients. The "
-                "knowledge net travels "
-                "with all of its weights: 'batch', 'tracked' or 'post' would work."
+                "knowledge net travels with all of its weights: 'batch', 'tracked' or 'post' would "
+                "work."
             )
             refuse(self, {"local.norm": problem})
         object.__setattr__(self, "ignores_budgets", self.limit == "private")
 
     @property
+    @override
     def note(self) -> str:
         text = "accuracy is that of the knowledge net; private nets stay on clients"
-        return (
-            f"{text}; limits are those of the private net alone"
-            if self.limit == "private"
-            else text
-        )
+        if self.limit == "private":
+            return f"{text}; limits are those of the private net alone"
+        return text
 
     @property
+    @override
     def needs_supernet(self) -> bool:
         return self.transfer or self.knowledge_pretrained
 
     @property
+    @override
     def starts_pretrained(self) -> bool:
         return self.transfer
 
+    @override
     def shortened(self) -> Self:
         """Return the method with little training, for tests.
 
@@ -213,19 +227,20 @@ class RaFL(Method):
         few = replace(self.server_training, optimizer=SGD(lr=0.05), batch_size=4, check_every=2)
         return replace(super().shortened(), server_training=replace(few, steps=min(4, few.steps)))
 
+    @override
     def adapt(self, family: Family) -> Family:
         """Return the family unchanged. Refuse a family that is not a union."""
         if not family.layout.nets or len(family.variants) < 2:
             raise ConfigError(
                 f"RaFL was asked for with {family.title}, which is one architecture; it needs a "
-                "knowledge net and at "
-                "least one private net. --model searched finds nets for the fleet's limits, "
-                "--model A B names them, "
+                "knowledge net and at least one private net. --model searched finds nets for the "
+                "fleet's limits, --model A B names them, "
                 'and in Python fq.union({"knowledge": fq.trace(…), "private": fq.trace(…)}) would '
                 "work."
             )
         return family
 
+    @override
     def check_task(self, task: Task) -> None:
         super().check_task(task)
         if self.distance == "divergence":
@@ -233,19 +248,20 @@ class RaFL(Method):
         if self.softened and not task.has_classes:
             raise ConfigError(
                 "RaFL was asked for with softened = True, a loss of probabilities of classes; "
-                f"{type(task).__name__} "
-                "has no classes. softened = False would work."
+                f"{type(task).__name__} has no classes. softened = False would work."
             )
 
     @property
+    @override
     def needs_public(self) -> bool:
         return self.distil and self.server_training.steps > 0
 
+    @override
     def init(self, world: World) -> Server:
         """Return the state before the first round, which has only the knowledge net."""
         server = super().init(world)
         if not self.transfer:
-            _warn_of_brought(world)
+            warn_of_fixed_weights(world)
         knowledge_names = set(world.family.member(knowledge_net(world.family)).names)
         return replace(
             server,
@@ -256,6 +272,7 @@ class RaFL(Method):
 
     # --- limits ----------------------------------------------------------------------------------
 
+    @override
     def fit(self, budget: Budget, world: World, rounding: Rounding = "floor") -> Arch:
         """Return the knowledge net paired with the largest private net within the limits.
 
@@ -275,9 +292,8 @@ class RaFL(Method):
         if budget.share is not None and budget.share < 1:
             raise BudgetError(
                 f"a share of {budget.share:g} was asked for; RaFL gives a device one of several "
-                "whole nets, and cuts "
-                "none of them. Limits of macs, params or memory would work, such as "
-                "Budget(macs=28e6), or a share of 1."
+                "whole nets, and cuts none of them. Limits of macs, params or memory would work, "
+                "such as Budget(macs=28e6), or a share of 1."
             )
         step = self._step_within(budget, world)
         for name in private_nets(world.family):
@@ -297,33 +313,35 @@ class RaFL(Method):
         kind = "private net" if self.limit == "private" else "pair of nets"
         memory = f" and trains in {member.training_memory(step):,} bytes" if step else ""
         smallest = (
-            f"the smallest {kind} ({name}) has {member.macs:,} multiply-adds and "
-            f"{member.count:,} parameters{memory}"
+            f"the smallest {kind} ({name}) has {member.macs:,} multiply-adds and {member.count:,} "
+            f"parameters{memory}"
         )
-        alternative = (
-            ""
-            if self.limit == "private"
-            else ", or limit = 'private', by which limits are those of one net"
-        )
+        alternative = ""
+        if self.limit == "pair":
+            alternative = ", or limit = 'private', by which limits are those of one net"
         return (
             f"no {kind} is within the budget {budget}: {smallest}. Larger limits or smaller nets "
             f"would work{alternative}."
         )
 
+    @override
     def training_step(self, world: World) -> TrainingStep:
         """Describe the local training step of a pair of nets, for counting its memory."""
         pair = world.family.at(joined(WHOLE, private_nets(world.family)[0])).whole
         job = Job(Client(0, Budget(share=1.0)), prefix(pair), 0)
         return self.learner(job, world).training_step(world.family.member(pair), world.precision)
 
+    @override
     def trainable_share(self, budget: Budget, world: World, rounding: Rounding = "floor") -> float:
         """Return 1, because no net is cut."""
         return 1.0
 
+    @override
     def runnable_share(self, budget: Budget, world: World) -> float:
         """Return 1, because no net is cut."""
         return 1.0
 
+    @override
     def key(self, budget: Budget, world: World) -> str:
         """Return the key of a budget's results in records.
 
@@ -332,8 +350,9 @@ class RaFL(Method):
         """
         if budget == Budget(share=1.0):
             return "1.0"
-        return str(float(_macs(world.family, self.private_for(budget, world))))
+        return str(float(macs_of(world.family, self.private_for(budget, world))))
 
+    @override
     def account(self, counts: Mapping[Budget, int], world: World) -> dict[str, Any]:
         """Return the utilisation of limits, the cost of pairs, and the devices over their limit.
 
@@ -345,10 +364,8 @@ class RaFL(Method):
             counts: Number of devices with each budget.
             world: World with a union.
         """
-        family, limited = (
-            world.family,
-            {budget: count for budget, count in counts.items() if budget.macs},
-        )
+        family = world.family
+        limited = {budget: count for budget, count in counts.items() if budget.macs}
         step = self.training_step(world) if any(budget.memory for budget in counts) else None
         pairs = {budget: family.member(self.fit(budget, world)) for budget in counts}
         total = sum(counts.values())
@@ -365,7 +382,7 @@ class RaFL(Method):
             return figures
         limits = sum((budget.macs or 0.0) * count for budget, count in limited.items())
         used = sum(
-            _macs(family, self.private_for(budget, world)) * count
+            macs_of(family, self.private_for(budget, world)) * count
             for budget, count in limited.items()
         )
         figures["utilisation"] = used / limits
@@ -374,7 +391,7 @@ class RaFL(Method):
             None,
         )
         if common is not None:
-            figures["common_utilisation"] = _macs(family, common) * sum(limited.values()) / limits
+            figures["common_utilisation"] = macs_of(family, common) * sum(limited.values()) / limits
         return figures
 
     def _fits_all(
@@ -385,10 +402,12 @@ class RaFL(Method):
 
     # --- a round ---------------------------------------------------------------------------------
 
+    @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         """Return the pair, which is one sub-model."""
         return [prefix(self.fit(client.budget, world))]
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         base = super().learner(job, world)
         keep = All() if self.keep_knowledge else Nothing()
@@ -415,6 +434,7 @@ class RaFL(Method):
         second = replace(mutual, learns=(knowledge,))
         return Phase(first, WithinVariant(private)), Phase(second, WithinVariant(knowledge))
 
+    @override
     def fold(self, server: Server, world: World) -> Fold:
         """Average the knowledge nets (equation 6).
 
@@ -426,6 +446,7 @@ class RaFL(Method):
         statistics: Literal["stored", "batch"] = "stored" if self.local.norm.tracks else "batch"
         return Teachers(mean, world, server, statistics, combined=self.ensemble, variant=WHOLE)
 
+    @override
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
         """Train the knowledge net on public samples (equation 7).
 
@@ -445,6 +466,7 @@ class RaFL(Method):
 
     # --- nets that clients keep ------------------------------------------------------------------
 
+    @override
     def resumed(self, job: Job, memory: ClientState | None, world: World) -> None:
         """Warn if a client starts a new private net because the planned architecture changed.
 
@@ -455,13 +477,13 @@ class RaFL(Method):
         """
         if memory is None:
             return
-        stored, planned = _private(memory.submodel), _private(job.submodel)
+        stored = private_name(memory.submodel)
+        planned = private_name(job.submodel)
         trainable_names = world.family.member(world.family.at(planned).whole).trainable
         if stored != planned and not any(name in memory.weights for name in trainable_names):
             _log.warning(
                 "client %d (budget %s) has the private net %r in its state, and %r is planned for "
-                "it in round %d. "
-                "It keeps the old net, and begins with a new one.",
+                "it in round %d. It keeps the old net, and begins with a new one.",
                 job.client.id,
                 job.client.budget,
                 stored,
@@ -469,14 +491,16 @@ class RaFL(Method):
                 job.round + 1,
             )
 
+    @override
     def kept_nets(self, memory: ClientState, world: World) -> Mapping[str, Submodel]:
         """Return the private net of a client, and its last knowledge net if it keeps that too."""
-        nets = {"private": private_net(world.family, _private(memory.submodel))}
+        nets = {"private": private_net(world.family, private_name(memory.submodel))}
         knowledge = prefix(knowledge_net(world.family))
         if all(name in memory.weights for name in world.family.member(knowledge).trainable):
             nets["client_knowledge"] = knowledge
         return nets
 
+    @override
     def own(self, server: Server, client: Client, world: World) -> Submodels:
         """Return the private net of a client.
 
@@ -488,20 +512,22 @@ class RaFL(Method):
             world: World with a union.
         """
         memory = server.memory.get((client.id, ""))
-        name = _private(memory.submodel) if memory else self.private_for(client.budget, world)
+        name = private_name(memory.submodel) if memory else self.private_for(client.budget, world)
         return (private_net(world.family, name),)
 
+    @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         """Return the knowledge net, the only net that the server has."""
         return (prefix(knowledge_net(world.family)),)
 
+    @override
     def trial(self, family: Family) -> tuple[Family, tuple[Budget, ...]]:
         """Return a union of three nets cut from one family, and budgets for both private nets.
 
         Tests use them to try the method on any family.
         """
         nets = {
-            name: _cut_out(family, share)
+            name: cut_out(family, share)
             for name, share in (("knowledge", 0.25), ("small", 0.25), ("big", 0.5))
         }
         nets_union = union(nets)
@@ -509,72 +535,3 @@ class RaFL(Method):
             nets_union.member(nets_union.at(joined(WHOLE, name)).whole) for name in ("big", "small")
         ]
         return nets_union, (Budget(share=1.0), *(Budget(macs=float(pair.macs)) for pair in pairs))
-
-
-def knowledge_net(family: Family) -> Arch:
-    """Return the knowledge net of a union, which is its first net."""
-    return family.at(WHOLE).whole
-
-
-def private_net(family: Family, name: str) -> Submodel:
-    """Return a private net of a union by its name."""
-    return prefix(family.at(name).whole)
-
-
-@lru_cache(maxsize=16)
-def private_nets(family: Family) -> tuple[str, ...]:
-    """Return the names of a union's private nets, in descending order of multiply-adds."""
-    names = [variant for variant in family.variants if variant != WHOLE]
-    return tuple(sorted(names, key=lambda name: -_macs(family, name)))
-
-
-def needs_divergences(task: Task) -> None:
-    """Refuse a task that does not define the distance between outputs and a teacher's."""
-    if type(task).divergences is Task.divergences:
-        nothing = torch.zeros(1, 1)
-        task.divergences(nothing, nothing, nothing)  # Raises an error that says what is missing.
-
-
-def _warn_of_brought(world: World) -> None:
-    """Warn if a private net has the same weights for every seed.
-
-    Devices could not draw such weights from the seed, so that they would have to download them.
-    """
-    family = world.family
-    weights, reseeded_weights = (family.init(seed) for seed in (world.seed, world.seed + 1))
-    for name in private_nets(family):
-        matrix_names = [
-            key for key in family.member(family.at(name).whole).trainable if weights[key].dim() > 1
-        ]
-        if matrix_names and all(
-            torch.equal(weights[key], reseeded_weights[key]) for key in matrix_names
-        ):
-            _log.warning(
-                "the private net %r has the same weights for every seed, so that devices cannot "
-                "draw them. "
-                "transfer = True charges a device for downloading them; a union of functions that "
-                "make the nets draws "
-                "new ones.",
-                name,
-            )
-            return
-
-
-def _macs(family: Family, name: str) -> int:
-    return family.member(family.at(name).whole).macs
-
-
-def _private(submodel: Submodel) -> str:
-    """Return the name of the private net of a pair, or of a private net by itself."""
-    return members_of(submodel.arch.variant)[-1]
-
-
-def _cut_out(family: Family, share: float) -> Family:
-    """Return the family of a net that has a share of another family's channels.
-
-    Its initial weights depend on the seed, as those of the other family do.
-    """
-    arch = family.fit(Budget(share=share))
-    return trace(
-        lambda: family.module(arch, family.init(torch.initial_seed())), family.example_inputs
-    )

@@ -7,21 +7,25 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import ConfigError
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Fold, Mean, Plain, ServerStep, Stateful, Sum, Weighting, as_weights
+from fedquilt.round.fold import Fold, Weighting
+from fedquilt.round.merge import Mean, Stateful, Sum, as_weights
 from fedquilt.round.method import Method
+from fedquilt.round.server_optimizers import Plain, ServerStep
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import View, Wrapping
+from fedquilt.round.training.objectives import Wrapping
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.passes import GradientPass
 from fedquilt.round.training.state import Left, MethodState, Trained
+from fedquilt.round.training.view import View
 from fedquilt.terms import Job, Server
 
-Option = Literal["I", "II"]
+Option = Literal["I", "II"]  # Update of the client's variate (algorithm 1, line 12).
 CONTROL = "control"  # Slot of the server's variate c. In uploads it has the change c_i⁺ − c_i.
 CLIENT_CONTROL = "client_control"  # Slot of a client's variate c_i.
 
@@ -34,9 +38,11 @@ class Corrected(Wrapping):
     value is 0 at the current weights. Reported losses are thus those of the other objective.
     """
 
+    @override
     def __call__(self, view: View) -> Tensor:
         loss = self.objective(view)
-        control, client_control = view.slots[CONTROL], view.slots[CLIENT_CONTROL]
+        control = view.slots[CONTROL]
+        client_control = view.slots[CLIENT_CONTROL]
         for name in control:
             weight = view.weights[name]
             loss = (
@@ -52,11 +58,13 @@ class ControlVariates(MethodState):
     slots_down: tuple[str, ...] = (CONTROL,)
     slots_kept: tuple[str, ...] = (CLIENT_CONTROL,)
     slots_up: tuple[str, ...] = (CONTROL,)
-    option: Option = "II"
+    option: Option = "II"  # Update of c_i, as in `Scaffold`.
 
+    @override
     def finish(self, trained: Trained) -> Left:
         """Return c_i⁺, which the client keeps, and c_i⁺ − c_i, which it sends."""
-        control, client_control = trained.slots[CONTROL], trained.slots[CLIENT_CONTROL]
+        control = trained.slots[CONTROL]
+        client_control = trained.slots[CLIENT_CONTROL]
         new = {name: self._updated(trained, name) for name in control}
         return Left(
             {CLIENT_CONTROL: new},
@@ -67,7 +75,8 @@ class ControlVariates(MethodState):
         if self.option == "I":  # The gradient at the received weights.
             return trained.passes["gradient"][name]
         drift = trained.received[name] - trained.weights[name]
-        control, client_control = trained.slots[CONTROL][name], trained.slots[CLIENT_CONTROL][name]
+        control = trained.slots[CONTROL][name]
+        client_control = trained.slots[CLIENT_CONTROL][name]
         return client_control - control + drift / (trained.steps * trained.lr)
 
 
@@ -97,19 +106,17 @@ class Scaffold(Method):
         if not isinstance(optimizer, SGD) or optimizer.momentum or optimizer.clip:
             problems["local.optimizer"] = (
                 f"{optimizer} was asked for; (x − y)/(K·η) is the mean gradient of a client's "
-                "steps for plain SGD "
-                "alone. SGD(momentum=0, clip=0) works, with any learning rate, schedule and weight "
-                "decay."
+                "steps for plain SGD alone. SGD(momentum=0, clip=0) works, with any learning rate, "
+                "schedule and weight decay."
             )
         if self.server_lr != 1 and not isinstance(self.server_optimizer, Plain):
             problems["server_lr"] = (
                 f"{self.server_lr} was asked for beside server_optimizer = "
-                f"{self.server_optimizer}, which has a step "
-                "size of its own; "
-                "server_lr = 1 works."
+                f"{self.server_optimizer}, which has a step size of its own; server_lr = 1 works."
             )
         refuse(self, problems)
 
+    @override
     def init(self, world: World) -> Server:
         """Return the state before the first round, with c = 0."""
         server = super().init(world)
@@ -119,6 +126,7 @@ class Scaffold(Method):
         }
         return replace(server, slots={CONTROL: zeros})
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         base = super().learner(job, world)
         (phase,) = base.phases
@@ -128,15 +136,16 @@ class Scaffold(Method):
             base, phases=(corrected,), state=ControlVariates(option=self.option), before=passes
         )
 
+    @override
     def fold(self, server: Server, world: World) -> Fold:
         """Average the weights with the server's learning rate, and add (c_i⁺ − c_i)/N to c."""
         if not world.num_clients:
             raise ConfigError(
                 f"{type(self).__name__} was asked for in a world of unknown size; it divides by "
-                "the number of clients "
-                "of the fleet. World(…, num_clients=100) works."
+                "the number of clients of the fleet. World(…, num_clients=100) works."
             )
-        cutter, plain = world.family.cutter, frozenset(world.family.statistics)
+        cutter = world.family.cutter
+        plain = frozenset(world.family.statistics)
         optimizer = self.server_optimizer if self.server_lr == 1 else ServerStep(self.server_lr)
         mean = Mean(cutter, self.weighting, optimizer, plain=plain).begin(server)
         change = Sum(cutter, scale=1 / world.num_clients).begin(as_weights(server, CONTROL))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.axes import Index
@@ -20,7 +21,7 @@ from fedquilt.family.norms import Tracked
 from fedquilt.methods.initial import own_range
 from fedquilt.methods.splitmix_settings import CIFAR10, DIGITS, SPLITMIX_SGD, compared_presets
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Weighting
+from fedquilt.round.fold import Weighting
 from fedquilt.round.method import Method, Presets
 from fedquilt.round.training.attacks import PGD, AdversarialTraining
 from fedquilt.round.training.learner import Learner
@@ -120,10 +121,8 @@ class SplitMix(Method):
             norm = self.local.norm.name
             why = (
                 f"True was asked for with local.norm = {norm!r}, under which every client has nets "
-                "of its own. One "
-                "order of base nets for all is found where clients share them: local.norm = 'post' "
-                "or 'tracked'; "
-                "sort = false keeps the order."
+                "of its own. One order of base nets for all is found where clients share them: "
+                "local.norm = 'post' or 'tracked'; sort = false keeps the order."
             )
             refuse(self, {"sort": why})
         if self.robust and self.local.adversarial is None:
@@ -131,6 +130,7 @@ class SplitMix(Method):
                 self, "local", replace(self.local, adversarial=AdversarialTraining())
             )
 
+    @override
     def init(self, world: World) -> Server:
         if self.robust and not world.family.dual:
             raise ConfigError(
@@ -143,6 +143,7 @@ class SplitMix(Method):
         """Return the number of base nets, M."""
         return _whole(1 / self.base)
 
+    @override
     def initial(self, world: World) -> dict[str, Tensor]:
         """Cut every base net from a different random initialization of the whole net.
 
@@ -154,11 +155,14 @@ class SplitMix(Method):
         weights that are not cut, such as the output bias, and are equal on axes with fewer channels
         than there are base nets.
         """
-        family, member = world.family, self._member(world)
+        family = world.family
+        member = self._member(world)
         weights: dict[str, Tensor] = {}
         for index in range(self.count):
             # The first has the seed of the run, so that a single base net starts as FedAvg does.
-            seed = noise.key(45, world.seed, index) if index else world.seed
+            seed = world.seed
+            if index:
+                seed = noise.key(noise.Stream.SPLITMIX_INITIAL, world.seed, index)
             full_weights = family.init(seed, dtype=world.dtype)
             starts = {axis: index * width for axis, width in member.widths}
             window = windows(member, starts, family.layout.sizes)
@@ -173,6 +177,7 @@ class SplitMix(Method):
             weights |= {_scope(index) + name: base_weights[name] for name in cut}
         return weights
 
+    @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         """Return the base nets that a client trains (algorithm 2).
 
@@ -180,15 +185,17 @@ class SplitMix(Method):
         at random.
         """
         cycle, index = divmod(client.turn, self.count)
-        first = int(noise.order(noise.key(43, world.seed, cycle), self.count)[index])
+        cycle_key = noise.key(noise.Stream.SPLITMIX_CYCLE, world.seed, cycle)
+        first = int(noise.order(cycle_key, self.count)[index])
         other_bases = [base for base in range(self.count) if base != first]
-        key = noise.key(44, world.seed, client.id, server.round)
+        key = noise.key(noise.Stream.SPLITMIX_BASES, world.seed, client.id, server.round)
         drawn_positions = noise.choose(key, self._trained(client, world) - 1, len(other_bases))
         return [
             self._base(index, world)
             for index in sorted([first, *(other_bases[index] for index in drawn_positions)])
         ]
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         """Return the local training of algorithm 3, or of algorithm 4 if `robust` is set.
 
@@ -196,10 +203,12 @@ class SplitMix(Method):
         """
         return replace(super().learner(job, world), class_rows=False)
 
+    @override
     def divisor(self, job: Job, world: World) -> float:
         """Return the share of a base net (A.3)."""
         return self.base
 
+    @override
     def candidates(self, server: Server, world: World) -> Submodels:
         """Return the base nets if they are to be sorted (algorithm 1, line 9).
 
@@ -209,6 +218,7 @@ class SplitMix(Method):
             return ()
         return tuple(self._base(index, world) for index in range(self.count))
 
+    @override
     def ranked(self, server: Server, scores: Sequence[float], world: World) -> Server:
         """Sort the base nets by accuracy, the best first (algorithm 1, line 9).
 
@@ -226,13 +236,16 @@ class SplitMix(Method):
         }
         return replace(server, weights=weights)
 
+    @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         """Return the first floor(R/r) base nets (algorithm 1, line 11)."""
         return tuple(self._base(index, world) for index in range(self.affordable(budget, world)))
 
+    @override
     def own(self, server: Server, client: Client, world: World) -> Submodels:
         return tuple(self._base(index, world) for index in range(self._trained(client, world)))
 
+    @override
     def trainable_share(self, budget: Budget, world: World, rounding: Rounding = "floor") -> float:
         """Return the sum of the shares of a client's base nets.
 
@@ -247,6 +260,7 @@ class SplitMix(Method):
             return super().trainable_share(budget, world, rounding)
         return self.base * self.affordable(budget, world, self._step_within(budget, world))
 
+    @override
     def runnable_share(self, budget: Budget, world: World) -> float:
         """Return the sum of the shares of the base nets that a device can run."""
         return self.base * self.affordable(budget, world)
@@ -279,25 +293,23 @@ class SplitMix(Method):
             needs = f"train in {base_cost.memory:,}" if step else f"run in {base_cost.inference:,}"
             raise BudgetError(
                 f"the budget {budget} was given; Split-Mix's base nets have a share of "
-                f"{self.base:g}, {base_cost.params:,} "
-                f"parameters and {base_cost.macs:,} multiply-adds, and {needs} bytes. A smaller "
-                "base fits: "
-                f"method.base = {fits} in a file, SplitMix(base={fits}) in Python; or larger "
-                "budgets, which clients "
-                "have from the fleet (fleet.budgets)."
+                f"{self.base:g}, {base_cost.params:,} parameters and {base_cost.macs:,} "
+                f"multiply-adds, and {needs} bytes. A smaller base fits: method.base = {fits} in a "
+                f"file, SplitMix(base={fits}) in Python; or larger budgets, which clients have "
+                "from the fleet (fleet.budgets)."
             )
         return count
 
     def _member(self, world: World) -> Arch:
         return world.family.fit(Budget(share=self.base))
 
-    def _base(self, place: int, world: World) -> Submodel:
+    def _base(self, index: int, world: World) -> Submodel:
         """Return a base net, with all weights of its scope."""
-        return Submodel(self._member(world), Index(), _scope(place))
+        return Submodel(self._member(world), Index(), _scope(index))
 
 
-def _scope(place: int) -> str:
-    return f"base{place}/"
+def _scope(index: int) -> str:
+    return f"base{index}/"
 
 
 def _whole(ratio: float) -> int:

@@ -11,7 +11,6 @@ from fedquilt.data import Pool
 EDGE = 4  # Side of the cube that each foreground class has in a volume, in voxels
 NOISE = 0.5  # Standard deviation of the noise, where neighbouring classes differ by 1
 
-_SITE = 49  # Distinguishes these random numbers from all others of the same seed
 _TRAIN, _TEST = range(2)
 
 
@@ -24,8 +23,12 @@ def cubes(
     seed: int = 0,  # Random seed of positions and noise.
 ) -> Pool:
     """Noisy volumes made from a seed, with one cube of every foreground class, and their masks."""
-    samples = _samples(noise.key(seed, _SITE, _TRAIN), train, side, channels, classes)
-    test_samples = _samples(noise.key(seed, _SITE, _TEST), test, side, channels, classes)
+    samples = _samples(
+        noise.key(seed, noise.Stream.GENERATED_VOLUMES, _TRAIN), train, side, channels, classes
+    )
+    test_samples = _samples(
+        noise.key(seed, noise.Stream.GENERATED_VOLUMES, _TEST), test, side, channels, classes
+    )
     return Pool.of(samples, test_samples, name="cubes", num_classes=classes)
 
 

@@ -31,7 +31,8 @@ def planned(method: Method, server: Server, client: Client, world: World) -> lis
         SubmodelError: The plan is something else, or empty although the method does not skip
             clients.
     """
-    name, plan = type(method).__name__, method.plan(server, client, world)
+    name = type(method).__name__
+    plan = method.plan(server, client, world)
     whom = f"for client {client.id} (budget {client.budget}) in round {server.round + 1}"
     if not isinstance(plan, Sequence) or not all(isinstance(item, Submodel) for item in plan):
         kinds = {type(item).__name__: None for item in plan} if isinstance(plan, Sequence) else {}
@@ -43,8 +44,7 @@ def planned(method: Method, server: Server, client: Client, world: World) -> lis
     if not plan and not method.skips_clients:
         raise SubmodelError(
             f"{name}.plan returned nothing to train {whom}. A method that leaves out clients on "
-            "purpose sets "
-            "skips_clients = True in its class."
+            "purpose sets skips_clients = True in its class."
         )
     return list(plan)
 
@@ -67,8 +67,7 @@ def learner_of(method: Method, job: Job, world: World) -> Learner:
             f"{name}.learner returned "
             f"{'nothing' if learner is None else f'a {type(learner).__name__}'} for client "
             f"{job.client.id} (budget {job.client.budget}) in round {job.round + 1}; it must "
-            "return a Learner, such as "
-            "super().learner(job, world)."
+            "return a Learner, such as super().learner(job, world)."
         )
     return learner
 
@@ -97,12 +96,10 @@ def check_budgets(method: Method, jobs: Sequence[Job], world: World) -> None:
         if excess := world.family.excess(submodels, client.budget, step):
             raise BudgetError(
                 f"{type(method).__name__} planned more for client {client.id} in round "
-                f"{jobs[0].round + 1} than its "
-                f"budget ({client.budget}) allows: {'; '.join(excess)}. self.fit(client.budget, "
-                "world) gives the largest "
-                "member that it can train; a method that ignores budgets on purpose sets "
-                "ignores_budgets = True in "
-                "its class."
+                f"{jobs[0].round + 1} than its budget ({client.budget}) allows: "
+                f"{'; '.join(excess)}. self.fit(client.budget, world) gives the largest member "
+                "that it can train; a method that ignores budgets on purpose sets ignores_budgets "
+                "= True in its class."
             )
 
 

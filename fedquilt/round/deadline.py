@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fedquilt.round.engine import Outcome, Spent
-from fedquilt.round.merge import fold_of
+from fedquilt.round.fold import fold_of
 
 if TYPE_CHECKING:
     from fedquilt.round.engine import Engine
     from fedquilt.round.federation import Federation
-    from fedquilt.round.merge import Fold
+    from fedquilt.round.fold import Fold
     from fedquilt.terms import Job, Server
 
 
@@ -73,11 +73,9 @@ def round_seconds(federation: Federation, outcome: Outcome) -> float | None:
     link = federation.link
     if link.clock is None:
         return None
-    return (
-        link.deadline
-        if outcome.late
-        else link.clock.slowest(outcome.costs, federation.method.copies)
-    )
+    if outcome.late:
+        return link.deadline
+    return link.clock.slowest(outcome.costs, federation.method.copies)
 
 
 def _late(federation: Federation, costs: Mapping[int, Spent]) -> dict[int, float]:

@@ -16,9 +16,10 @@ from torch import Tensor
 from fedquilt.terms import ClientState, Job, Server, Submodel, Weights
 
 if TYPE_CHECKING:
-    from fedquilt.round.evaluate import EvalJob, Score
+    from fedquilt.round.eval_jobs import EvalJob
     from fedquilt.round.federation import Federation, World
-    from fedquilt.round.merge import Fold
+    from fedquilt.round.fold import Fold
+    from fedquilt.round.scores import Score
 
 
 # Takes nets and a number of samples, and returns each net's gradient of the mean loss over that
@@ -39,8 +40,9 @@ class Spent(NamedTuple):
 class Outcome:
     """Memories, losses, costs and missing clients of one round of training."""
 
+    # Client states that changed, by client and scope.
     memory: dict[tuple[int, str], ClientState] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # Mean training loss of each job.
     costs: dict[int, Spent] = field(default_factory=dict)  # By client.
     stacks: int = 0  # Number of groups of clients that were trained as one.
     missing: dict[int, str] = field(default_factory=dict)  # Clients that did not reply, and why.

@@ -26,10 +26,10 @@ class World:
     Where tensors are kept is not part of it, because each machine decides that for itself.
     """
 
-    family: Family
-    seed: int = 0
+    family: Family  # All members that can be cut from the model.
+    seed: int = 0  # Random seed of the run.
     precision: Precision = "fp32"  # Precision of products.
-    public: Tensor | None = None  # Inputs without targets that everybody has.
+    public: Tensor | None = None  # (sample, …) Inputs without targets that all have. None: none.
     task: Task = Classification()  # Loss, metrics and what targets are.
     num_clients: int = 0  # Clients of the fleet. 0: unknown, as on a machine without a fleet.
 

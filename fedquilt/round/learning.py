@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.errors import DivergenceError
 from fedquilt.family.net import Pass
 from fedquilt.hardware.precision import computing
-from fedquilt.round.client import are_finite
-from fedquilt.round.evaluate import scored
+from fedquilt.round.client_checks import are_finite
+from fedquilt.round.fold import Merged
 from fedquilt.round.link import PERFECT
-from fedquilt.round.merge import Mean, Merged
+from fedquilt.round.merge import Mean
+from fedquilt.round.ranking import scored
 from fedquilt.round.teachers import output_batch
 from fedquilt.round.training.batches import batched
 from fedquilt.round.training.passes import LossPass
@@ -35,9 +37,9 @@ if TYPE_CHECKING:
     from fedquilt.round.federation import Federation
     from fedquilt.round.training.local import LocalTraining
 
-# Round numbers of students' jobs that are reserved for each round of the run. A student's job has
-# one round number per comparison.
-_CHECKS = 1 << 20
+# Round numbers that are reserved for the students of one round of the run. A student's job has one
+# round number per comparison.
+_MAX_CHECKS = 1 << 20
 _SERVER = Client(0, Budget(share=1.0))  # The server, as the client that trains all students.
 
 
@@ -54,6 +56,7 @@ class Learnt:
 class EvaluatedLoss(LossPass):
     """Value of an objective with a net as it is evaluated, without dropout."""
 
+    @override
     def mode(self, local: LocalTraining) -> Pass:
         return Pass(train=False, statistics="stored" if local.norm.tracks else "batch")
 
@@ -63,15 +66,18 @@ class _Progress:
     """Weights, optimizer state and best result of one student."""
 
     weights: Weights  # By scope and name
-    best: float
-    best_weights: Weights
+    best: float  # Smallest loss so far
+    best_weights: Weights  # Weights that had it
+    # State of the student's optimizer, by client and scope
     memory: dict[tuple[int, str], ClientState] = field(default_factory=dict)
     failures: int = 0  # Comparisons in a row without progress
 
     def take(self, value: float) -> None:
         """Compare the weights with the best so far. Smaller values are better."""
         if value < self.best:
-            self.best, self.best_weights, self.failures = value, self.weights, 0
+            self.best = value
+            self.best_weights = self.weights
+            self.failures = 0
         else:
             self.failures += 1
 
@@ -87,52 +93,49 @@ def learn(
         merged: Result of the fold, with the outputs of teachers.
         engine: Engine of the run. It trains students as it trains clients.
     """
-    began, macs, steps = time.perf_counter(), merged.macs, 0
+    began = time.perf_counter()
+    macs = merged.macs
+    steps = 0
     if not are_finite(merged.outputs.values()):
         raise DivergenceError(
             f"nets that the server received in round {server.round} have outputs on the public "
-            "samples that are not "
-            "finite; they were refused, and the server's state is that of the round before. A "
-            "smaller learning rate "
-            "of clients may help, or gradient clipping (clip=1.0)."
+            "samples that are not finite; they were refused, and the server's state is that of the "
+            "round before. A smaller learning rate of clients may help, or gradient clipping "
+            "(clip=1.0)."
         )
 
     def train(state: Server, teaching: Teaching) -> Server:
         nonlocal macs, steps
         if not teaching.how.steps:
             return state
-        school = _School(federation, state, teaching, engine)
-        school.train()
-        macs += school.macs
-        steps += school.steps
-        return replace(state, weights={**state.weights, **settled(school.best)})
+        trainer = _StudentTrainer(federation, state, teaching, engine)
+        trainer.train()
+        macs += trainer.macs
+        steps += trainer.steps
+        return replace(state, weights={**state.weights, **settled(trainer.best)})
 
     new_server = federation.method.learn(server, merged.outputs, federation.world, train)
     return new_server, Learnt(time.perf_counter() - began, macs, steps)
 
 
-class _School:
+class _StudentTrainer:
     """Trainer of the students of one round, a few steps at a time."""
 
     def __init__(
         self, federation: Federation, server: Server, teaching: Teaching, engine: Engine
     ) -> None:
-        self._federation, self._server, self._teaching, self._engine = (
-            federation,
-            server,
-            teaching,
-            engine,
-        )
+        self._federation = federation
+        self._server = server
+        self._teaching = teaching
+        self._engine = engine
         self._students = replace(federation, method=teaching.method, link=PERFECT, received={})
         world = federation.world
         assert world.public is not None, (
             "a method that teaches without public samples was refused before the run"
         )
-        positions = (
-            torch.arange(world.num_public)
-            if teaching.positions is None
-            else teaching.positions.cpu()
-        )
+        positions = torch.arange(world.num_public)
+        if teaching.positions is not None:
+            positions = teaching.positions.cpu()
         rows, held_rows = teaching.how.split(len(positions), world.seed)
         self._public = engine.on_public(world)
         teacher = teaching.teacher.to(engine.device, world.dtype)
@@ -181,7 +184,9 @@ class _School:
 
     def _train(self, active: Sequence[Submodel], check: int) -> None:
         """Train students for the steps between two comparisons."""
-        jobs = [Job(_SERVER, student, self._server.round * _CHECKS + check) for student in active]
+        jobs = [
+            Job(_SERVER, student, self._server.round * _MAX_CHECKS + check) for student in active
+        ]
         state = Server(
             jobs[0].round,
             {
@@ -201,7 +206,8 @@ class _School:
             outcome = self._public.train(students, state, jobs, fold)
         merged = fold.finish(state).weights
         for student in active:
-            progress, key = self._progress[student], (_SERVER.id, student.scope)
+            progress = self._progress[student]
+            key = (_SERVER.id, student.scope)
             progress.weights = {name: merged[name] for name in progress.weights}
             progress.memory = {key: outcome.memory[key]}
         self.macs += outcome.total.macs
@@ -215,9 +221,8 @@ class _School:
         except DivergenceError as error:
             raise DivergenceError(
                 f"the server's training on public samples diverged in round {self._server.round}. "
-                "A smaller learning "
-                "rate (method.server_training.optimizer.lr) would help; the server's state is that "
-                "of the round before."
+                "A smaller learning rate (method.server_training.optimizer.lr) would help; the "
+                "server's state is that of the round before."
             ) from error
 
     def _compared(
@@ -233,7 +238,8 @@ class _School:
     def _held_loss(self, student: Submodel, weights: Mapping[str, Tensor]) -> float:
         """Return a student's mean loss on the public samples that are held back."""
         world, (samples, rows) = self._federation.world, self._held
-        member, device = world.family.member(student), samples.device
+        member = world.family.member(student)
+        device = samples.device
         learner = self._teaching.method.learner(Job(_SERVER, student, 0), world)
         names = [name for name in member.names if student.scope + name in weights]
         state = world.family.cutter.gather(weights, student, names)
@@ -242,11 +248,10 @@ class _School:
             device
         )
         present = torch.ones(world.family.num_outputs, dtype=torch.bool, device=device)
-        key, share = (
-            torch.tensor(noise.key(0), device=device),
-            torch.ones((), dtype=world.dtype, device=device),
-        )
-        parts, sizes = [], []
+        key = torch.tensor(noise.key(noise.Stream.TRIAL_BATCH), device=device)
+        share = torch.ones((), dtype=world.dtype, device=device)
+        parts = []
+        sizes = []
         with torch.no_grad(), computing(world.precision, device):
             for chunk in batched(torch.arange(len(samples), device=device), output_batch(world)):
                 batch = Batch(

@@ -9,277 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.axes import Index
-from fedquilt.checks import within
 from fedquilt.errors import ConfigError
 from fedquilt.family.cut import Cutter, Tally
 from fedquilt.hardware.device import to_device_async
+from fedquilt.round.fold import (
+    Fold,
+    Merged,
+    Weighting,
+    client_weight,
+)
+from fedquilt.round.server_optimizers import (
+    Plain,
+    ServerOptimizer,
+)
 from fedquilt.tensors import Flat
-from fedquilt.terms import Extras, Payload, Server, Slots, Submodel, Update, Weights
-
-if TYPE_CHECKING:
-    from fedquilt.round.federation import World
-    from fedquilt.round.method import Method
-
-Weighting = Literal["uniform", "data", "model", "updates", "both"]
-
-
-def client_weight(update: Update, weighting: Weighting, cutter: Cutter) -> float:
-    """Return a client's weight in the mean, p_m of FedRolex (equation 10, appendices A.2 and A.3).
-
-    Args:
-        update: Update of the client.
-        weighting: `uniform` gives 1. `data` gives the number of samples, `model` the number of
-            kernels of its net, `updates` its optimizer steps in all rounds so far, and `both` the
-            product of the last two.
-        cutter: It counts kernels.
-    """
-    kernels = cutter.kernels(update.job.submodel.arch) if weighting in ("model", "both") else 1
-    match weighting:
-        case "uniform":
-            weight = 1
-        case "data":
-            weight = update.job.client.size
-        case "model":
-            weight = kernels
-        case "updates":
-            weight = update.steps
-        case "both":
-            weight = kernels * update.steps
-    return float(update.times * weight)
-
+from fedquilt.terms import Extras, Payload, Server, Submodel, Update, Weights
 
 # --- server optimizers: an option of the mean ---------------------------------------------------
 
 
-class ServerOptimiser(Protocol):
-    """Contract of a server optimizer, which turns the mean change of clients into a step."""
-
-    @property
-    def slots(self) -> tuple[str, ...]: ...
-
-    def step(
-        self, change: Tensor, slots: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]: ...
-
-
-@dataclass(frozen=True)
-class Plain:
-    """No server optimizer: the server takes the mean of the clients' weights."""
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ()
-
-    def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        return change, {}
-
-
-@dataclass(frozen=True)
-class ServerMomentum:
-    """FedAvgM (Hsu et al. 2019). A learning rate of 1 and momentum 0 give the plain mean."""
-
-    lr: float = 1.0  # Learning rate of the server
-    momentum: float = 0.9  # Fraction of the last step that is added to the next one
-
-    def __post_init__(self) -> None:
-        within(self, lr="(0, inf)", momentum="[0, 1)")
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("momentum",)
-
-    def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        velocity = self.momentum * slots["momentum"] + change
-        return self.lr * velocity, {"momentum": velocity}
-
-
-@dataclass(frozen=True)
-class ServerAdam:
-    """FedAdam (Reddi et al. 2021, algorithm 2), without bias correction as published.
-
-        m ← β1 m + (1 − β1) Δ
-        v ← β2 v + (1 − β2) Δ²
-        x ← x + η m / (√v + τ)
-
-    Δ is the change from the server's weights to the mean. The paper starts v at τ² or more. Here m
-    and v start at 0.
-    """
-
-    lr: float = 0.01  # Learning rate η of the server
-    beta1: float = 0.9  # Share of the mean change that is kept
-    beta2: float = 0.99  # Share of the mean square that is kept
-    # Constant added to the root of the mean square. Larger values make steps less adaptive
-    tau: float = 1e-3
-
-    def __post_init__(self) -> None:
-        within(self, lr="(0, inf)", beta1="[0, 1)", beta2="[0, 1)", tau="(0, inf)")
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("mean", "square")
-
-    def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        mean = self.beta1 * slots["mean"] + (1 - self.beta1) * change
-        square = self.mean_square(slots["square"], change.square())
-        return self.lr * mean / (square.sqrt() + self.tau), {"mean": mean, "square": square}
-
-    def mean_square(self, square: Tensor, squared: Tensor) -> Tensor:
-        """Return the new mean square v.
-
-        Args:
-            square: Mean square of the round before.
-            squared: Δ² of this round, of the same shape.
-        """
-        return self.beta2 * square + (1 - self.beta2) * squared
-
-
-@dataclass(frozen=True)
-class ServerYogi(ServerAdam):
-    """FedYogi (Reddi et al. 2021, algorithm 2), which is `ServerAdam` with another mean square.
-
-        v ← v − (1 − β2) Δ² sign(v − Δ²)
-
-    The mean square v decreases by at most (1 − β2) Δ² in a step, so that it falls more slowly than
-    in `ServerAdam`.
-    """
-
-    beta2: float = 0.99  # One minus the rate at which the mean square changes
-
-    def mean_square(self, square: Tensor, squared: Tensor) -> Tensor:
-        return square - (1 - self.beta2) * squared * torch.sign(square - squared)
-
-
-@dataclass(frozen=True)
-class ServerStep:
-    """A step towards the mean, scaled by the learning rate. A rate of 1 gives the plain mean."""
-
-    lr: float = 1.0  # Learning rate of the server
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ()
-
-    def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.lr * change, {}
-
-
 # --- folds --------------------------------------------------------------------------------------
-
-
-class Fold(Protocol):
-    """Contract of a fold: a running merge of updates."""
-
-    def add(self, update: Update) -> None:
-        """Add one update."""
-
-    def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
-        """Add many updates that sent the same positions.
-
-        Args:
-            updates: Updates of the clients.
-            stacked: One dictionary of weights per payload, with the clients in dimension 0.
-        """
-
-    def join(self, other: Self) -> None:
-        """Add the partial result of another worker."""
-
-    def finish(self, server: Server) -> Merged:
-        """Return the new weights, slots and extras of the server."""
-
-
-class Merged(NamedTuple):
-    """The server's tensors after a round."""
-
-    weights: Weights
-    slots: Slots = MappingProxyType({})  # By slot, scope and name.
-    extras: Extras = MappingProxyType({})
-    # Outputs of teachers on public samples. They are not part of the server's state.
-    outputs: Extras = MappingProxyType({})
-    macs: int = 0  # Multiply-adds that the server spent on these outputs.
-
-
-_STEPS = ("add", "add_stack", "join", "finish")  # methods of a fold
-
-
-def fold_of(method: Method, server: Server, world: World) -> Fold:
-    """Return a method's fold, after a check that it has the methods that engines call.
-
-    Args:
-        method: Its `fold` is called.
-        server: State at the start of the round.
-        world: What the method may look at.
-
-    Raises:
-        ConfigError: Names the method, and what its fold lacks.
-    """
-    fold = method.fold(server, world)
-    missing = [step for step in _STEPS if not callable(getattr(fold, step, None))]
-    if missing:
-        result = (
-            "nothing" if fold is None else f"a {type(fold).__name__} without {', '.join(missing)}"
-        )
-        raise ConfigError(
-            f"{type(method).__name__}.fold returned {result} in round {server.round + 1}; a fold "
-            "has "
-            f"{', '.join(_STEPS)}. A subclass of fedquilt.methods.api.Mean inherits those that it "
-            "does not override."
-        )
-    return fold
-
-
-def merged_of(method: Method, fold: Fold, server: Server) -> Merged:
-    """Return the result of a fold, after a check that it has all weights of the server.
-
-    Args:
-        method: Method of the run, for messages.
-        fold: Fold of all updates of the round.
-        server: State at the start of the round.
-
-    Raises:
-        ConfigError: Names the method, and the weight that is missing, too many, or of another shape
-            or type.
-    """
-    result = fold.finish(server)
-    is_pair = isinstance(result, tuple) and 1 <= len(result) <= len(Merged._fields)
-    merged = Merged(*result) if is_pair else None
-    problem = (
-        _wrong_weights(merged.weights, server.weights) if merged else f"a {type(result).__name__}"
-    )
-    if merged is None or problem:
-        raise ConfigError(
-            f"the fold of {type(method).__name__} returned {problem} in round {server.round + 1}; "
-            "finish must return "
-            "Merged(weights, slots, extras) with all weights of the server, also those that nobody "
-            "sent."
-        )
-    return merged
-
-
-def _wrong_weights(found: object, server: Weights) -> str:
-    """Describe what is wrong with merged weights. The text is empty if they match the server's."""
-    if not isinstance(found, Mapping):
-        return f"a {type(found).__name__} in place of weights"
-    for name in {**server, **found}:
-        if name not in found:
-            return f"weights without {name!r}"
-        if name not in server:
-            return f"the weight {name!r}, which the server does not have,"
-        value, expected = found[name], server[name]
-        if not isinstance(value, Tensor):
-            return f"a {type(value).__name__} as {name!r}"
-        if (value.shape, value.dtype) != (expected.shape, expected.dtype):
-            return (
-                f"{name!r} as {value.dtype} {list(value.shape)} in place of {expected.dtype} "
-                f"{list(expected.shape)}"
-            )
-    return ""
 
 
 MAX_SHARED_SIZE = 1 << 16  # Entries of a weight. On a CPU, larger weights are merged one by one.
@@ -293,16 +49,17 @@ class Piece(NamedTuple):
     allocates less than the 32 MB up to which glibc reuses memory (`keep_pages`), and its temporary
     tensors are as small as one weight. With one vector of 44 MB, as a PreResNet-18 needs, the
     system would have to provide and clear all pages in every merge. Small weights share a piece,
-    because the calls cost more than the arithmetic.
+    because the calls cost more than the arithmetic. The test
+    `test_large_weights_are_merged_alone_on_a_cpu` checks the sizes.
     """
 
-    scope: str
+    scope: str  # Prefix of the weights' names in the state. Empty for most methods.
     is_measured: bool  # Norm statistics are averaged apart from the weights that were learnt.
     name: str  # Name of a large weight on a CPU. Empty for a piece of many weights.
 
 
 @dataclass
-class Mean:
+class Mean(Fold):
     """Weighted mean, at each position, over the clients that held the position.
 
     Positions that no client held keep their value. With `paced`, each client's change is divided by
@@ -310,9 +67,9 @@ class Mean:
     a_i = 1 for all clients, that is the plain mean.
     """
 
-    cutter: Cutter
-    weighting: Weighting = "uniform"  # What a client's weight depends on.
-    optimizer: ServerOptimiser = Plain()  # Optimizer that steps towards the mean.
+    cutter: Cutter  # It knows which positions of the server's weights a sub-model has.
+    weighting: Weighting = "uniform"  # Weights of clients. `client_weight` explains them.
+    optimizer: ServerOptimizer = Plain()  # Optimizer that steps towards the mean.
     paced: bool = False  # True: changes are divided by effective step counts.
     # Names of norm statistics. They are measured and not trained, so that neither `paced` nor
     # `optimizer` applies to them.
@@ -329,11 +86,10 @@ class Mean:
         self._old = server.weights
         return self
 
+    @override
     def add(self, update: Update) -> None:
-        weight, effective_steps = (
-            client_weight(update, self.weighting, self.cutter),
-            update.effective_steps if self.paced else 1.0,
-        )
+        weight = client_weight(update, self.weighting, self.cutter)
+        effective_steps = update.effective_steps if self.paced else 1.0
         home = update.job.submodel.home
         for payload in update.sent:
             for piece, parts in self._pieces(payload.submodel.scope, payload.weights).items():
@@ -341,6 +97,7 @@ class Mean:
                 self._add(piece, payload.submodel, home, parts, scale)
             self._count(payload.submodel, home, payload.weights, weight, effective_steps)
 
+    @override
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
         weights = [client_weight(update, self.weighting, self.cutter) for update in updates]
         paces = [update.effective_steps if self.paced else 1.0 for update in updates]
@@ -348,7 +105,8 @@ class Mean:
             weight / effective_steps for weight, effective_steps in zip(weights, paces, strict=True)
         ]
         for payload_index, state in enumerate(stacked):
-            submodel, home = updates[0].sent[payload_index].submodel, updates[0].job.submodel.home
+            submodel = updates[0].sent[payload_index].submodel
+            home = updates[0].job.submodel.home
             for piece, parts in self._pieces(submodel.scope, state).items():
                 scales = weights if piece.is_measured else ratios
                 if len(updates) == 1:  # There is nothing to sum.
@@ -415,6 +173,7 @@ class Mean:
         for index, value in enumerate((weight / effective_steps, weight, weight * effective_steps)):
             counts[index] += value
 
+    @override
     def join(self, other: Self) -> None:
         for key, other_sums in other._sums.items():
             for piece, parts in self._pieces(key.scope, other_sums.parts).items():
@@ -425,6 +184,7 @@ class Mean:
             for index, value in enumerate(sums):
                 counts[index] += value
 
+    @override
     def finish(self, server: Server) -> Merged:
         weights = dict(server.weights)
         slots = {slot: dict(values) for slot, values in server.slots.items()}
@@ -473,10 +233,10 @@ class Mean:
             slots[slot] |= {scope + name: part for name, part in slot_values.parts.items()}
         return old + step
 
-    def _tally(self, scope: str, sums: Flat, place: int) -> Tally:
+    def _tally(self, scope: str, sums: Flat, column: int) -> Tally:
         """Sum one of the three weights of clients at each position of a piece that they held."""
         cuts = [
-            (submodel, home, [name for name in sums.shapes if name in names], values[place])
+            (submodel, home, [name for name in sums.shapes if name in names], values[column])
             for (submodel, home, names), values in self._held.items()
             if submodel.scope == scope
         ]
@@ -492,6 +252,7 @@ class Sum(Mean):
 
     scale: float = 1.0  # Factor of the sum
 
+    @override
     def finish(self, server: Server) -> Merged:
         weights = dict(server.weights)
         for piece, sums in self._sums.items():
@@ -501,7 +262,7 @@ class Sum(Mean):
 
 
 @dataclass
-class Stateful:
+class Stateful(Fold):
     """A fold for the weights, and one for each slot and extra that clients send.
 
     A slot has a tensor for every weight, so that any fold of weights can merge it. That fold gets
@@ -511,8 +272,8 @@ class Stateful:
         fold = Stateful(mean, {"control": change})
     """
 
-    weights: Fold
-    slots: Mapping[str, Fold] = field(default_factory=dict)
+    weights: Fold  # Fold of the weights.
+    slots: Mapping[str, Fold] = field(default_factory=dict)  # Fold of each slot, by its name.
     extras: ExtrasMean | None = None  # None: the server's extras do not change.
 
     def __post_init__(self) -> None:
@@ -523,6 +284,7 @@ class Stateful:
                 f"{type(optimizer).__name__} has; another name would work."
             )
 
+    @override
     def add(self, update: Update) -> None:
         self.weights.add(update)
         for slot, fold in self.slots.items():
@@ -530,6 +292,7 @@ class Stateful:
         if self.extras is not None:
             self.extras.add(update)
 
+    @override
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
         self.weights.add_stack(updates, stacked)
         for slot, fold in self.slots.items():
@@ -543,6 +306,7 @@ class Stateful:
             for update in updates:
                 self.extras.add(update)
 
+    @override
     def join(self, other: Self) -> None:
         self.weights.join(other.weights)
         for slot, fold in self.slots.items():
@@ -550,6 +314,7 @@ class Stateful:
         if self.extras is not None and other.extras is not None:
             self.extras.join(other.extras)
 
+    @override
     def finish(self, server: Server) -> Merged:
         merged = self.weights.finish(server)
         slots = dict(merged.slots)
@@ -566,11 +331,12 @@ class ExtrasMean:
     An extra that no client sent does not change.
     """
 
-    cutter: Cutter
-    weighting: Weighting = "uniform"
+    cutter: Cutter  # It counts kernels for `weighting`.
+    weighting: Weighting = "uniform"  # Weights of clients. `client_weight` explains them.
     _sums: dict[str, tuple[Tensor, float]] = field(default_factory=dict)  # Σ p·value and Σ p
 
     def add(self, update: Update) -> None:
+        """Add the extras of one update."""
         weight = client_weight(update, self.weighting, self.cutter)
         for name, value in update.extras.items():
             self._add(name, weight * value, weight)
@@ -580,6 +346,7 @@ class ExtrasMean:
         self._sums[name] = total + value, count + weight
 
     def join(self, other: Self) -> None:
+        """Add the partial sums of another worker."""
         for name, (value, weight) in other._sums.items():
             self._add(name, value, weight)
 
@@ -596,8 +363,7 @@ def as_weights(server: Server, slot: str) -> Server:
     if slot not in server.slots:
         raise ConfigError(
             f"a fold of the slot {slot!r} was asked for; the server has {sorted(server.slots)}. "
-            "Method.init has to "
-            "give the server a first value."
+            "Method.init has to give the server a first value."
         )
     return replace(server, weights=server.slots[slot])
 

@@ -6,7 +6,7 @@ The defaults are FedAvg, where each client trains the first channels that fit it
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -17,58 +17,85 @@ from fedquilt.errors import ConfigError
 from fedquilt.family.cost import TrainingStep
 from fedquilt.family.cut import prefix
 from fedquilt.family.dual import HOW_TO_CONDITION
-from fedquilt.family.family import Family, Rounding
+from fedquilt.family.family import Rounding
 from fedquilt.round.budgets import learner_of
-from fedquilt.round.engine import Gradients
 from fedquilt.round.federation import World
+from fedquilt.round.fold import Fold, Weighting
 from fedquilt.round.labels import bounds_label, share_key, share_label, short_share
-from fedquilt.round.merge import (
-    Fold,
-    Mean,
-    Plain,
-    ServerAdam,
-    ServerMomentum,
-    ServerYogi,
-    Weighting,
-)
+from fedquilt.round.merge import Mean
+from fedquilt.round.optional_steps import OptionalSteps
+from fedquilt.round.server_optimizers import Plain, ServerAdam, ServerMomentum, ServerYogi
 from fedquilt.round.training.attacks import PGD
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.server import TrainServer
 from fedquilt.tasks import Task
 from fedquilt.terms import (
     Arch,
     Budget,
     Client,
-    ClientState,
-    Extras,
     Job,
     Server,
     Submodel,
     Submodels,
 )
 
-Presets = Mapping[str, Mapping[str, Any]]
-TRIAL_SHARES = (1.0, 0.5, 0.25, 0.125)  # Shares of the devices of `fedquilt check`
+Presets = Mapping[str, Mapping[str, Any]]  # Settings of a method by preset and field.
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(OptionalSteps):
     """Base class of a federated learning method.
 
-    Fields are the paper's hyper-parameters. A method overrides the steps that it changes. The cost
-    of a client's plan is compared with its budget before training, and a plan that costs more is
-    refused.
+    A method is a frozen dataclass. Its fields are the paper's hyper-parameters, and it overrides
+    the steps that the paper changes. These are, in the order of a round:
+
+    1. `plan` returns the sub-models that a client trains.
+    2. `learner` describes how the client trains them, and what it sends and keeps.
+    3. `fold` merges the updates of all clients into the server's state.
+    4. `learn` trains nets of the server on public samples.
+    5. `deploy` returns the nets that a device of some budget gets. They are also what is tested.
+
+    Once before the first round, `adapt` prepares the family and `init` returns the server's state.
+    The defaults are FedAvg, where a client trains the first channels that fit its budget. Steps
+    that most methods do without, such as `learn`, are inherited from `OptionalSteps`.
+
+    Steps depend on their arguments and on the fields alone, so that a resumed run continues in the
+    same way. Random numbers come from `fedquilt.noise`. The cost of a plan is compared with the
+    client's budget before training, and a plan that costs more is refused.
+
+    Example:
+        A client with half of the channels trains a window that moves by one channel each round. The
+        net has a hidden axis of four channels, so that the window wraps in round 3:
+
+        >>> from dataclasses import dataclass, replace
+        >>> import torch
+        >>> from fedquilt.methods.api import Budget, Client, Method, World, trace, windows
+        >>> @dataclass(frozen=True)
+        ... class Rolling(Method):
+        ...     shift: int = 1  # Channels that the window moves each round. 0: it does not move
+        ...
+        ...     def plan(self, server, client, world):
+        ...         member = self.fit(client.budget, world)
+        ...         starts = {axis: server.round * self.shift for axis in member.sizes}
+        ...         return [windows(member, starts, world.family.layout.sizes)]
+        >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        >>> world = World(trace(net, torch.zeros(2, 3)))
+        >>> method = Rolling().with_local(epochs=2, lr=0.1)
+        >>> server = replace(method.init(world), round=3)
+        >>> (submodel,) = method.plan(server, Client(0, Budget(share=0.5)), world)
+        >>> {axis: list(positions) for axis, positions in submodel.index.items()}
+        {'layer.0': [3, 0]}
     """
 
     local: LocalTraining = LocalTraining()  # Settings of local training
-    # Weight of a client in the mean: equal, samples, kernels, optimizer steps, or the last two
+    # Weight of a client in the mean: equal (uniform), its samples (data), its kernels (model), its
+    # optimizer steps so far (updates), or kernels times steps (both)
     weighting: Weighting = "data"
-    # Optimizer of the server, which takes the mean or steps towards it
+    # Optimizer of the server, which steps towards the mean of the clients. plain takes the mean
     server_optimizer: Plain | ServerMomentum | ServerAdam | ServerYogi = Plain()
 
-    paper: ClassVar[str] = ""
+    paper: ClassVar[str] = ""  # Authors and year of the paper, for tables
     presets: ClassVar[Presets] = {}  # Settings that differ from the defaults, by name
     copies: ClassVar[int] = 1  # Factor by which the bytes of payloads are charged
     ignores_budgets: ClassVar[bool] = False  # True: plans may exceed budgets; runs report how many
@@ -97,6 +124,13 @@ class Method:
         """Return the method with a named set of settings, and further changes.
 
         The preset `released` has the settings of the authors' code where it differs from the paper.
+
+        Args:
+            name: Name of the preset, a key of `presets`.
+            **changes: Fields of the method, which replace those of the preset.
+
+        Raises:
+            ConfigError: The method has no such preset.
         """
         if name not in cls.presets:
             names = ", ".join(cls.presets) or "none"
@@ -112,27 +146,6 @@ class Method:
     def attack(self) -> PGD | None:
         """Return the attack that clients train against, or None if there is none."""
         return self.local.adversarial.attack if self.local.adversarial else None
-
-    @property
-    def note(self) -> str:
-        """Return a note for readers of results, or an empty text.
-
-        It says what clients train if that does not depend on their budgets.
-        """
-        return ""
-
-    @property
-    def needs_supernet(self) -> bool:
-        """Return True if searched nets have to start from the weights of a supernet."""
-        return False
-
-    @property
-    def starts_pretrained(self) -> bool:
-        """Return True if nets other than the first start from the supernet's weights.
-
-        It has no effect without a supernet.
-        """
-        return True
 
     def with_local(self, **changes: Any) -> Self:
         """Return the method with changed settings of local training.
@@ -150,24 +163,6 @@ class Method:
         """Return the method with one epoch and batches of 4, so that `fedquilt check` is quick."""
         return self.with_local(epochs=1, batch_size=4)
 
-    def adapt(self, family: Family) -> Family:
-        """Return the family in the form that the method trains, such as with stages.
-
-        It is called once before a run.
-        """
-        return family
-
-    def turns(self, world: World) -> tuple[int, ...]:
-        """Return the rounds, counted from 0, in which plans change.
-
-        Budgets and nets are checked for each of them before the first round.
-        """
-        return (0,)
-
-    def status(self, round: int, world: World) -> str:
-        """Return a short text on a round, counted from 0, for progress lines. It may be empty."""
-        return ""
-
     def initial(self, world: World) -> dict[str, Tensor]:
         """Return all weights before the first round, by scope and name, on the CPU.
 
@@ -176,21 +171,24 @@ class Method:
         return world.family.init(world.seed, dtype=world.dtype)
 
     def init(self, world: World) -> Server:
-        """Return the server's state before the first round."""
+        """Return the server's state before the first round.
+
+        By default it has the initial weights, and the norm statistics that the server averages. A
+        method with slots or extras adds their first values.
+        """
         family = world.family
         if self.local.adversarial and self.local.adversarial.draws and not family.conditioned:
             raise ConfigError(
                 f"{type(self).__name__} was asked to draw a weight for every sample, which nets "
-                "have to be told; the "
-                f"model has no conditioned norms. {HOW_TO_CONDITION}"
+                f"need as an input; the model has no conditioned norms. {HOW_TO_CONDITION}"
             )
         if family.adjustable and self.local.adversarial is None:
             _log.warning(
-                "the model has norms of two kinds, and %s attacks nothing in training: a "
-                "robustness above 0 would be "
-                "that of norms as they began. method.local.adversarial in a file, "
-                "LocalTraining(adversarial=fq."
-                "AdversarialTraining()) in Python, trains both.",
+                "the model has norms of two kinds, and %s attacks nothing in training: with a "
+                "robustness above 0, norms would run with their initial weights. "
+                "method.local.adversarial in a file, "
+                "LocalTraining(adversarial=fq.attacks.AdversarialTraining()) in Python, trains "
+                "both kinds.",
                 type(self).__name__,
             )
         statistics = family.statistics if self.local.norm.has_server_statistics else ()
@@ -221,7 +219,13 @@ class Method:
         return world.family.fit(budget, rounding, self._step_within(budget, world))
 
     def trainable_share(self, budget: Budget, world: World, rounding: Rounding = "floor") -> float:
-        """Return the share of every axis that a client can train. Arguments are those of `fit`."""
+        """Return the share of every axis that a client can train.
+
+        Args:
+            budget: Bounds of the client. A bound on memory is on the training step.
+            world: The family, and the precision of the run.
+            rounding: How a share of an axis is rounded to whole channels.
+        """
         return world.family.share(budget, rounding, self._step_within(budget, world))
 
     def runnable_share(self, budget: Budget, world: World) -> float:
@@ -267,7 +271,14 @@ class Method:
         return tuple(self.plan(replace(server, round=server.last(client.id)), client, world))
 
     def learner(self, job: Job, world: World) -> Learner:
-        """Return the learner that trains a job. It depends on the job and the settings only."""
+        """Return the learner that trains a job.
+
+        It must not depend on anything else, because a device builds the learner for itself.
+
+        Args:
+            job: Client, sub-model and round.
+            world: Family, task and seed.
+        """
         # A client without samples of a class does not train its output row (HeteroFL).
         rows = self.local.masked == "client" and world.task.has_classes
         phases = (Phase(self.local.build_objective()),)
@@ -298,7 +309,14 @@ class Method:
         return self.local.optimizer.lr * self.local.schedule(round)
 
     def fold(self, server: Server, world: World) -> Fold:
-        """Return the fold that merges the updates of a round."""
+        """Return the fold that merges the updates of a round.
+
+        By default it is a mean at each position over the clients that trained the position.
+
+        Args:
+            server: State at the start of the round.
+            world: Family, task and seed.
+        """
         plain = frozenset(world.family.statistics)
         return Mean(world.family.cutter, self.weighting, self.server_optimizer, plain=plain).begin(
             server
@@ -325,17 +343,6 @@ class Method:
         """
         return share_key(self.trainable_share(budget, world), budget)
 
-    def settled(self, rounds: int) -> Self:
-        """Return the method with all settings fixed that depend on the number of rounds.
-
-        It is called once before a run, and config.toml stores its result. A resumed run calls it
-        again, possibly with more rounds, so that settings that are already fixed must not change.
-
-        Args:
-            rounds: Rounds of the run.
-        """
-        return self
-
     def check_task(self, task: Task) -> None:
         """Refuse a task that the method's settings do not fit. It is called once before a run.
 
@@ -354,107 +361,9 @@ class Method:
             return
         raise ConfigError(
             f"{type(self).__name__} was asked for with local.masked = {self.local.masked!r}, which "
-            "masks the outputs "
-            f"of absent classes; {type(task).__name__} has no classes. local.masked = '' fits."
+            f"masks the outputs of absent classes; {type(task).__name__} has no classes. "
+            "local.masked = '' fits."
         )
-
-    @property
-    def needs_public(self) -> bool:
-        """Return True if the method needs public samples. Runs without them are then refused."""
-        return False
-
-    def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
-        """Return the state after the server has learnt, between the merge and the evaluation.
-
-        By default the server does not learn.
-
-        Args:
-            server: State after the merge.
-            outputs: Outputs of teachers on public samples (`Merged.outputs`).
-            world: Family, task, seed and public samples.
-            train: Function `train(server, teaching)`. It trains nets of a state on public samples,
-                and returns the state with the trained nets.
-        """
-        return server
-
-    def candidates(self, server: Server, world: World) -> Submodels:
-        """Return nets to score before the state is tested or deployed. By default there are none.
-
-        A score is the task's main figure, negated if lower is better, so that a higher score is
-        always better. It is measured on validation samples (`FederatedData.with_validation`), or on
-        training samples if clients hold back none.
-        """
-        return ()
-
-    def ranked(self, server: Server, scores: Sequence[float], world: World) -> Server:
-        """Return the state that is tested and deployed, given the scores of the candidates.
-
-        Args:
-            server: State of the server.
-            scores: Score of each net that `candidates` returned.
-            world: Family, task and seed.
-        """
-        return server
-
-    def figures(self, server: Server, world: World, gradients: Gradients) -> dict[str, float]:
-        """Return further figures of the server's state by name, which records store too.
-
-        It is called after every evaluation. By default there are none.
-
-        Args:
-            server: The state that was evaluated.
-            world: Family, task and seed.
-            gradients: Function `gradients(submodels, samples)`. It returns each sub-model's
-                gradient of the mean loss over that many training samples of all clients, by the
-                weight's name.
-        """
-        return {}
-
-    def resumed(self, job: Job, memory: ClientState | None, world: World) -> None:
-        """Inspect a client's memory before it trains, such as to log a warning.
-
-        By default nothing is done.
-
-        It is called once for every job of a round, on the server, if `keeps_nets` is set.
-
-        Args:
-            job: What the client is asked to train.
-            memory: What it kept from earlier rounds. None: nothing.
-            world: Family, task and seed.
-        """
-
-    def kept_nets(self, memory: ClientState, world: World) -> Mapping[str, Submodel]:
-        """Return nets in a client's memory to test, by the prefix of their metrics' names.
-
-        A net named `private` gives the metric `private_accuracy`, a mean over clients on the whole
-        test set. It also gives `local_private_accuracy` on each client's own test samples. Both are
-        grouped by the keys of the clients' budgets. By default there are no such nets, and
-        `keeps_nets` is False.
-
-        Args:
-            memory: What the client kept from earlier rounds.
-            world: Family, task and seed.
-        """
-        return {}
-
-    def account(self, counts: Mapping[Budget, int], world: World) -> dict[str, Any]:
-        """Return further figures of a fleet for `summary.json`, as plain values.
-
-        By default there are none.
-
-        Args:
-            counts: Number of clients that have each budget.
-            world: Family, task and seed.
-        """
-        return {}
-
-    def trial(self, family: Family) -> tuple[Family, tuple[Budget, ...]]:
-        """Return the family and the budgets on which `fedquilt check` tries the method.
-
-        Args:
-            family: A small net. By default it is used as it is, with shares from 1 to 1/8.
-        """
-        return family, tuple(Budget(share=share) for share in TRIAL_SHARES)
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         """Return the sub-models that a device of this budget gets after training.
@@ -474,7 +383,7 @@ def whatever_the_budget(share: float) -> str:
     return f"every client trains share {share:g}, whatever its budget"
 
 
-def narrower(one: Arch, other: Arch) -> Arch:
-    """Return the member that has the smaller width of two members on every axis."""
-    limit = other.sizes
-    return replace(one, widths=tuple((axis, min(width, limit[axis])) for axis, width in one.widths))
+def narrower(member: Arch, limit: Arch) -> Arch:
+    """Return a member with every axis at most as wide as in another member."""
+    widths = tuple((axis, min(width, limit.sizes[axis])) for axis, width in member.widths)
+    return replace(member, widths=widths)

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.round.federation import World
 from fedquilt.round.method import Method
+from fedquilt.round.training.distillation import Imitation
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import Imitation, Objective
+from fedquilt.round.training.objectives import Objective
 from fedquilt.round.training.public import POSITIONS
 from fedquilt.round.training.server import TEACHER, ServerTraining, Teaching
 from fedquilt.round.training.state import MethodState
@@ -31,6 +33,7 @@ class Students(Method):
     rate_factor: float = 1.0  # Factor of the learning rate in these steps
     ignores_budgets = True
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         return Learner(
             (Phase(self.objective),),

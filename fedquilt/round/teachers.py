@@ -8,16 +8,17 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.family.member import Member
 from fedquilt.family.net import Pass
 from fedquilt.hardware.precision import computing
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Fold, Merged
+from fedquilt.round.fold import Fold, Merged
 from fedquilt.round.training.batches import batched
 from fedquilt.terms import Server, Update, Weights
 
-Combined = Literal["mean", "maximum"]
+Combined = Literal["mean", "maximum"]  # How the outputs of several teachers become one.
 OUTPUTS = "outputs"  # (public sample, class, …) Mean or maximum of the outputs of all teachers.
 EACH = "each"  # (teacher, public sample, class, …) Output of every teacher.
 MAX_OUTPUT_BATCH = 1000  # Most public samples in a batch.
@@ -58,7 +59,7 @@ def net_outputs(
 
 
 @dataclass
-class Teachers:
+class Teachers(Fold):
     """A fold of weights that also runs every uploaded net on the public samples.
 
     Outputs are summed as updates arrive, so that memory does not grow with the cohort. With `each`,
@@ -69,7 +70,7 @@ class Teachers:
     """
 
     weights: Fold  # Fold of the weights
-    world: World
+    world: World  # Family, precision and public samples
     server: Server  # State that the clients started from
     # Statistics that norms use: tracked ones, or those of a batch
     statistics: Literal["stored", "batch"] = "batch"
@@ -82,15 +83,18 @@ class Teachers:
     _outputs: list[Tensor] = field(default_factory=list)
     _macs: int = 0
 
+    @override
     def add(self, update: Update) -> None:
         self.weights.add(update)
         self._ask(update)
 
+    @override
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
         self.weights.add_stack(updates, stacked)
         for update in updates:
             self._ask(update)
 
+    @override
     def join(self, other: Self) -> None:
         self.weights.join(other.weights)
         if other._sum is not None:
@@ -99,6 +103,7 @@ class Teachers:
         self._outputs += other._outputs
         self._macs += other._macs
 
+    @override
     def finish(self, server: Server) -> Merged:
         merged = self.weights.finish(server)
         outputs = {}
@@ -114,7 +119,8 @@ class Teachers:
         if not update.sent or public is None:
             return
         submodel, (payload,) = update.job.submodel, update.sent
-        member, cutter = self.world.family.member(submodel), self.world.family.cutter
+        member = self.world.family.member(submodel)
+        cutter = self.world.family.cutter
         if self.variant is not None:
             member = member.at(self.variant)
         names = [name for name in member.names if submodel.scope + name in self.server.weights]

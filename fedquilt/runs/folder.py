@@ -36,7 +36,7 @@ from fedquilt.errors import ConfigError, RecordError
 from fedquilt.hardware.device import device_of
 from fedquilt.names import registered
 from fedquilt.round import Record
-from fedquilt.round.evaluate import members_by_share
+from fedquilt.round.deployed import members_by_share
 from fedquilt.round.labels import labels_by_share
 from fedquilt.runs.best import Best, wrong_best
 from fedquilt.runs.checkpoint import MAX_ROUND, Checkpointing, Checkpoints, Manifest

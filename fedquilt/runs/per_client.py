@@ -18,18 +18,13 @@ from fedquilt.engines.simulation import classes_held
 from fedquilt.errors import ConfigError
 from fedquilt.family.cut import inside
 from fedquilt.names import known
-from fedquilt.round.evaluate import (
-    EvalJob,
-    Score,
-    given,
-    joined,
-    own_exam,
-    ranked,
-    ready,
-    trained_within,
-)
+from fedquilt.round.deployed import deployed_nets, ready, trained_within
+from fedquilt.round.eval_jobs import EvalJob, joined
+from fedquilt.round.evaluate import own_test
 from fedquilt.round.labels import share_label
 from fedquilt.round.link import Transmission
+from fedquilt.round.ranking import ranked
+from fedquilt.round.scores import Score
 from fedquilt.tasks import Task
 from fedquilt.terms import Budget, Client, Job, Submodel
 
@@ -202,13 +197,13 @@ def _figures(run: Run, clients: list[Client]) -> list[_Figures]:
         return [(None, None)] * len(clients)
     server = ranked(federation, run.server, engine)
     if method.personal:
-        jobs = [own_exam(federation, server, client, engine, run.evaluation) for client in clients]
+        jobs = [own_test(federation, server, client, engine, run.evaluation) for client in clients]
         return [
             (_figure(score, world.task), None) for score in engine.evaluate(federation, jobs, size)
         ]
-    widest = given(method, server, Budget(share=1.0), world)
+    widest = deployed_nets(method, server, Budget(share=1.0), world)
     budgets = [trained_within(method, client.budget, world) for client in clients]
-    sized = [given(method, server, budget, world) for budget in budgets]
+    sized = [deployed_nets(method, server, budget, world) for budget in budgets]
     submodels = list(dict.fromkeys(net for nets in (*sized, widest) for net in nets))
     weights = ready(federation, server, submodels, engine, size)
     # Every pair is evaluated once. A client that can hold the whole model has one figure.

@@ -27,7 +27,7 @@ from fedquilt.methods import Method
 from fedquilt.round.federation import World
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.state import Received
-from fedquilt.round.training.step import Batch, gradient, move
+from fedquilt.round.training.step import Batch, Step, gradient, move
 from fedquilt.terms import Arch, Budget, Client, Job
 
 
@@ -193,14 +193,16 @@ def _training_step(
     inputs = here(example[torch.arange(batch_size) % len(example)])
     targets = _targets(member, state, inputs)
     has_class = torch.ones(family.num_outputs, dtype=torch.bool, device=where)
-    batch = Batch(inputs, targets, has_class, torch.tensor(noise.key(0), device=where))
+    batch = Batch(
+        inputs, targets, has_class, torch.tensor(noise.key(noise.Stream.TRIAL_BATCH), device=where)
+    )
 
     def step() -> None:
         nonlocal state, slots
         for phase in learner.phases_at(0):
             grads, _ = gradient(learner, member, phase.objective, state, Received(state), batch)
             state, slots = move(
-                learner, phase, state, slots, grads, learner.masks(member, phase, where), 0
+                learner, phase, state, slots, grads, learner.masks(member, phase, where), Step(0)
             )
         if where.type == "cuda":
             torch.cuda.synchronize(where)
@@ -214,7 +216,8 @@ def _targets(member: Member, state: dict[str, Tensor], inputs: Tensor) -> Tensor
         logits, _ = member.net(state, inputs, Pass(train=False, statistics="batch"))
     shape = logits.movedim(member.class_dim, 1)[:, 0].shape
     classes = (
-        noise.uniform(torch.tensor(noise.key(1)), shape, torch.float64) * member.family.num_outputs
+        noise.uniform(torch.tensor(noise.key(noise.Stream.TRIAL_CLASSES)), shape, torch.float64)
+        * member.family.num_outputs
     )
     return classes.long().to(inputs.device)
 

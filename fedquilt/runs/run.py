@@ -36,8 +36,9 @@ from fedquilt.methods import Method
 from fedquilt.names import known
 from fedquilt.round import Evaluation, Fleet, Grades, Record, RoundResult, run_round
 from fedquilt.round.budgets import check_budgets, learner_of, planned, too_small
+from fedquilt.round.deployed import members_by_share
 from fedquilt.round.engine import Engine
-from fedquilt.round.evaluate import compared_passes, members_by_share
+from fedquilt.round.eval_jobs import compared_passes
 from fedquilt.round.federation import Federation, World
 from fedquilt.round.labels import budgets_by_share
 from fedquilt.round.link import PERFECT, Link
@@ -720,7 +721,9 @@ def _check_task(federation: Federation, engine: Simulation) -> None:
     # Noise is added, because a net that predicts its targets exactly would have no gradient, as a
     # loss without gradients has none.
     noisy_outputs = outputs + 0.1 * noise.uniform(
-        torch.tensor(noise.key(0), device=outputs.device), outputs.shape, outputs.dtype
+        torch.tensor(noise.key(noise.Stream.TRIAL_BATCH), device=outputs.device),
+        outputs.shape,
+        outputs.dtype,
     )
     check_task(
         task,
@@ -946,7 +949,7 @@ def _check_objectives(
         weights = world.family.init(world.seed, engine.device, world.dtype)
         state = world.family.cutter.gather(weights, member.prefix, learner.names(member))
         has_class = torch.ones(world.family.num_outputs, dtype=torch.bool, device=engine.device)
-        key = torch.tensor(noise.key(0), device=engine.device)
+        key = torch.tensor(noise.key(noise.Stream.TRIAL_BATCH), device=engine.device)
         share = torch.tensor(learner.share, dtype=world.dtype, device=engine.device)
         batch = Batch(data.samples(rows), data.targets[rows], has_class, key, share)
         with random_state(0), engine.computing():

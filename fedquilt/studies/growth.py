@@ -14,7 +14,8 @@ from typing import Any
 
 from fedquilt.engines.simulation import classes_held
 from fedquilt.errors import ConfigError
-from fedquilt.methods.progfed import ProgFed, num_stages
+from fedquilt.methods.progfed import ProgFed
+from fedquilt.methods.progfed_stages import num_stages
 from fedquilt.round.client import receive, untrained_upload
 from fedquilt.round.engine import Outcome, Spent
 from fedquilt.round.link import PERFECT

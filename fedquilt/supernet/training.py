@@ -35,9 +35,6 @@ Labels = Literal["rotations", "own"]
 NUM_ROTATIONS = 4
 CHECKPOINT = ".training"  # Suffix that a checkpoint adds to the name of the final file.
 
-# Streams of random numbers, which are independent for the same seed.
-_ORDER, _CONFIG, _AUGMENT = 1, 2, 3
-
 
 def rotations(images: Tensor) -> tuple[Tensor, Tensor]:
     """Return images rotated by 0, 90, 180 and 270 degrees, with the rotation as label 0, 1, 2 or 3.
@@ -404,14 +401,16 @@ class _Trainer:
         momentum = self.settings.momentum
         return torch.optim.SGD(groups, lr=0.0, momentum=momentum, nesterov=momentum > 0)
 
-    def _generator(self, stream: int, *numbers: int) -> torch.Generator:
+    def _generator(self, stream: noise.Stream, *numbers: int) -> torch.Generator:
         seed = noise.key(self.settings.seed, stream, self.phase, self.epoch, *numbers)
         return torch.Generator().manual_seed(seed)
 
     def _train_epoch(self, phase: Phase) -> tuple[float, float]:
         """Train one epoch and return its mean loss and accuracy."""
         settings = self.settings
-        order = torch.randperm(len(self.data.images), generator=self._generator(_ORDER))
+        order = torch.randperm(
+            len(self.data.images), generator=self._generator(noise.Stream.SUPERNET_ORDER)
+        )
         batches = [rows for rows in torch.split(order, self._rows_per_step) if len(rows) > 1]
         start = settings.lr if phase.kind == "largest" else settings.phase_lr
         total = len(batches) * self._num_epochs(phase)
@@ -435,7 +434,7 @@ class _Trainer:
 
     def _step(self, phase: Phase, images: Tensor, labels: Tensor, step: int) -> Tensor:
         """Update the shared weights once. Return the mean loss and accuracy of the step's nets."""
-        generator = self._generator(_CONFIG, step)
+        generator = self._generator(noise.Stream.SUPERNET_CONFIG, step)
         targets = None
         if phase.kind != "largest" and self.teacher is not None and self.settings.distillation:
             with torch.no_grad():
@@ -466,7 +465,7 @@ class _Trainer:
 
     def _augmented(self, images: Tensor, step: int) -> Tensor:
         """Shift and mirror images at random, according to the settings."""
-        generator = self._generator(_AUGMENT, step)
+        generator = self._generator(noise.Stream.SUPERNET_AUGMENTATION, step)
         crop, size = self.settings.crop, images.shape[-1]
         if self.settings.flip:
             mirrored = torch.rand(len(images), 1, 1, 1, generator=generator) < 0.5

@@ -12,7 +12,7 @@ from torch import nn
 import fedquilt as fq
 from bench import published
 from fedquilt.models import PreResNet
-from fedquilt.round.evaluate import ready
+from fedquilt.round.deployed import ready
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.terms import Job
 

@@ -1252,7 +1252,7 @@ def test_what_is_listed_of_others_can_be_set_with_their_name(name: str) -> None:
     """`local.optimizer.beta1 (adam)` is an option of Adam, with the default that it has."""
     from fedquilt.cli.listing import options
     from fedquilt.config.settings import label
-    from fedquilt.round.merge import Plain
+    from fedquilt.round.server_optimizers import Plain
     from fedquilt.runs.experiment import assign
 
     listed = options("methods", name)

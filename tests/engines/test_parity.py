@@ -24,18 +24,18 @@ from fedquilt.methods import (
     api,
 )
 from fedquilt.models import TransformerLM
-from fedquilt.round.evaluate import ranked
 from fedquilt.round.federation import World
+from fedquilt.round.ranking import ranked
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import (
     MaskedCrossEntropy,
     Proximal,
     TaskLoss,
-    View,
     Wrapping,
     together,
 )
 from fedquilt.round.training.regions import Between
+from fedquilt.round.training.view import View
 from fedquilt.terms import Job, Server
 from tests.conftest import (
     CUTTING,

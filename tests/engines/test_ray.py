@@ -27,9 +27,11 @@ from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, SplitMix
 from fedquilt.names import find
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Fold, Mean
+from fedquilt.round.fold import Fold
+from fedquilt.round.merge import Mean
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.objectives import View, Wrapping
+from fedquilt.round.training.objectives import Wrapping
+from fedquilt.round.training.view import View
 from fedquilt.terms import Job, Server
 from tests.conftest import CUTTING, assert_same, with_local
 from tests.engines.test_growth import FOUR_BITS, INNER, grown

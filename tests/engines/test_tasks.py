@@ -14,7 +14,7 @@ import fedquilt as fq
 from fedquilt.engines import Sequential, Vectorized
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.methods import METHODS, FedAvg, FedResCuE, HeteroFL, LocalOnly, SplitMix
-from fedquilt.round.evaluate import EvalJob, joined
+from fedquilt.round.eval_jobs import EvalJob, joined
 from fedquilt.tasks import Classification, MultiLabel, NextToken, Regression, SumMetric, Task
 from tests.conftest import CUTTING, LOCAL, assert_same, with_local
 

@@ -19,7 +19,8 @@ from fedquilt.fleets.budgets import net_budgets
 from fedquilt.methods import FedAvg, FedBN, FedDF, FedET, HeteroFL, Method
 from fedquilt.methods.prototypes import Prototypes
 from fedquilt.round.training.learner import Phase
-from fedquilt.round.training.objectives import Objective, View
+from fedquilt.round.training.objectives import Objective
+from fedquilt.round.training.view import View
 from tests.conftest import LOCAL, assert_same, few_server_steps
 from tests.engines.test_links import LINKS
 

@@ -38,7 +38,7 @@ from fedquilt.methods.sheterofl import SHeteroFL
 from fedquilt.methods.splitmix import SplitMix
 from fedquilt.models import MLP, TransformerLM, tiny_resnet, unet2d
 from fedquilt.round.federation import World
-from fedquilt.round.merge import ServerAdam, ServerMomentum
+from fedquilt.round.server_optimizers import ServerAdam, ServerMomentum
 from fedquilt.round.training.learner import Learner
 from fedquilt.tasks import Segmentation, Task
 from fedquilt.terms import Job

@@ -66,7 +66,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
-    """All runs that are trained, in the order in which they begin, each for a few rounds at most."""
+    """Return all runs in the order of their start. Each is trained for a few rounds at most."""
     found: list[Run] = []
     train = Run.train
 

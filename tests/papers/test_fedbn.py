@@ -50,7 +50,7 @@ def test_norms_never_travel(engine, residual, make_data):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_each_client_goes_on_with_its_own_norms(engine, residual, play, make_data):
+def test_each_client_continues_with_its_own_norms(engine, residual, play, make_data):
     """Over three rounds of one client, the kept norms and the shared rest are one net: FedAvg with
     tracked norms.
     """

@@ -15,13 +15,13 @@ STEPS = (1, 2, 3, 10)
 
 
 @pytest.mark.parametrize("tau", STEPS)
-def test_a_is_the_number_of_steps_of_plain_sgd(tau):
+def test_the_effective_step_count_of_plain_sgd_is_the_number_of_steps(tau):
     assert fq.optimizers.SGD(lr=0.3, momentum=0.0).effective_steps([1.0] * tau, 0.3, 0.0) == tau
 
 
 @pytest.mark.parametrize("rho", [0.1, 0.9])
 @pytest.mark.parametrize("tau", STEPS)
-def test_a_with_momentum(tau, rho):
+def test_the_effective_step_count_with_momentum(tau, rho):
     closed = (tau - rho * (1 - rho**tau) / (1 - rho)) / (1 - rho)
     assert fq.optimizers.SGD(momentum=rho).effective_steps([1.0] * tau, 0.1, 0.0) == pytest.approx(
         closed, rel=1e-12
@@ -30,7 +30,7 @@ def test_a_with_momentum(tau, rho):
 
 @pytest.mark.parametrize("mu", [0.1, 1.0])
 @pytest.mark.parametrize("tau", STEPS)
-def test_a_with_a_proximal_term(tau, mu):
+def test_the_effective_step_count_with_a_proximal_term(tau, mu):
     eta = 0.2
     closed = (1 - (1 - eta * mu) ** tau) / (eta * mu)
     assert fq.optimizers.SGD(momentum=0.0).effective_steps([1.0] * tau, eta, mu) == pytest.approx(
@@ -45,7 +45,9 @@ def test_a_with_a_proximal_term(tau, mu):
     [fq.schedules.WithinRound(), fq.schedules.WithinRound(2, shape="cosine", final=0.1)],
     ids=str,
 )
-def test_a_is_how_far_torchs_sgd_goes_on_a_unit_gradient(within_round, nesterov, mu):
+def test_the_effective_step_count_is_the_distance_of_torchs_sgd_on_unit_gradients(
+    within_round, nesterov, mu
+):
     weight = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, nesterov=nesterov)
     factors = within_round.factors(7)
@@ -111,7 +113,7 @@ def test_the_round_is_the_papers_update(
         torch.testing.assert_close(run.server.weights[name], weight, rtol=0, atol=1e-12)
 
 
-def test_it_is_charged_twice_the_bytes(perceptron, play, make_data):
+def test_fednova_is_charged_twice_the_bytes(perceptron, play, make_data):
     """RaFL, Table 1."""
     data = make_data(perceptron, (4, 4))
     nova, plain = (

@@ -16,11 +16,12 @@ import fedquilt as fq
 from fedquilt.methods import FedResCuE, FedRush, FedSeq, FedSlim, FjORD
 from fedquilt.methods.nested import TABLE_17
 from fedquilt.round.federation import World
+from fedquilt.round.training.distillation import Distilled
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.objectives import Distilled, Summed, TaskLoss
+from fedquilt.round.training.objectives import Summed, TaskLoss
 from fedquilt.round.training.regions import Between, Everywhere
 from fedquilt.round.training.state import Received
-from fedquilt.round.training.step import Batch, gradient, move, teach
+from fedquilt.round.training.step import Batch, Step, gradient, move, teach
 from fedquilt.terms import Job, Server
 from tests.conftest import with_local
 
@@ -213,7 +214,7 @@ def test_equation_2_freezes_what_earlier_nets_have_learnt(freeze, perceptron):
             own, perceptron.member(perceptron.whole), phase.objective, state, Received(state), batch
         )
         masks = own.masks(perceptron.member(perceptron.whole), phase, CPU)
-        moved, after = move(own, phase, state, slots, grads, masks, 0)
+        moved, after = move(own, phase, state, slots, grads, masks, Step(0))
         frozen = {
             name: ~(mask if isinstance(mask, Tensor) else torch.tensor(mask))
             for name, mask in masks.items()
@@ -234,7 +235,7 @@ def test_equation_2_freezes_what_earlier_nets_have_learnt(freeze, perceptron):
 
 @dataclass(frozen=True)
 class OuterOnly(FedResCuE):
-    """Nothing but what lies outside of the inner half learns."""
+    """Only weights outside of the inner half learn."""
 
     def learner(self, job, world):
         own = super().learner(job, world)
@@ -242,7 +243,7 @@ class OuterOnly(FedResCuE):
 
 
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack", "sequential"])
-def test_what_is_frozen_is_bit_identical_on_every_engine(layout, residual, make_data):
+def test_frozen_weights_are_bit_identical_on_every_engine(layout, residual, make_data):
     method, data = (
         with_local(OuterOnly(), optimizer=SHARP, batch_size=4),
         make_data(residual, (8, 8)),

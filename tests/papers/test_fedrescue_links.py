@@ -36,7 +36,7 @@ class OnlyDown(fq.links.ColumnLoss):
 
 
 def reached(run: fq.Run, link: fq.Link, client: int, round: int, up: bool):
-    """What of a client's payload the link lets through, asked of the link itself."""
+    """Return the part of a client's payload that the link delivers."""
     budget = run.fleet.client(client, round, 0, 1).budget
     server = replace(run.server, round=round)
     submodel = run.method.plan(server, fq.methods.api.Client(client, budget), run.world)[0]
@@ -91,7 +91,7 @@ def test_equation_4_counts_only_what_arrived(engine, perceptron, make_data, play
 @pytest.mark.parametrize(
     "method", [FedAvg(), HeteroFL(), FedRolex()], ids=lambda method: type(method).__name__
 )
-def test_where_nothing_arrives_nothing_changes(engine, method, residual, make_data, play):
+def test_nothing_changes_if_nothing_arrives(engine, method, residual, make_data, play):
     run = play(
         with_local(method, **PLAIN),
         residual,
@@ -203,8 +203,8 @@ def test_between_two_windows_a_client_has_its_initial_weights(engine, residual, 
         assert torch.equal(memory.weights[name][apart], first[name][apart])
 
 
-def test_what_is_owed_of_lost_columns_is_owed_on(perceptron, make_data, play):
-    """Of what did not arrive the residual stays; of what did, it is the new one."""
+def test_residuals_of_lost_columns_are_kept(perceptron, make_data, play):
+    """Lost values keep their residual. Values that arrived have a new one."""
     method, data = with_local(FedAvg(), **PLAIN), make_data(perceptron, (8,))
     link = fq.Link(loss=OnlyUp(0.3), codec=fq.links.Codec(bits=2, feedback=True))
     for seed in range(20):
@@ -296,9 +296,9 @@ def test_bytes_are_those_that_arrived(perceptron, make_data, play):
         link=link,
     )
     for round, record in enumerate(run.records):
-        for up, told in ((False, record.bytes_down), (True, record.bytes_up)):
+        for up, num_bytes in ((False, record.bytes_down), (True, record.bytes_up)):
             parts = [reached(run, link, client, round, up) for client in range(3)]
-            assert told == sum(8 * perceptron.count(part.arch) for part in parts if part)
+            assert num_bytes == sum(8 * perceptron.count(part.arch) for part in parts if part)
 
 
 @pytest.mark.parametrize("engine", LOCAL)

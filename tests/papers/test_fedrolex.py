@@ -15,7 +15,8 @@ from fedquilt.methods import FedRolex, HeteroFL
 from fedquilt.methods.fedrolex import rounds_to_cover_random, rounds_to_cover_rolling
 from fedquilt.models import preresnet18
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Mean, client_weight
+from fedquilt.round.fold import client_weight
+from fedquilt.round.merge import Mean
 from fedquilt.terms import Job, Payload, Server, Update
 from tests.conftest import with_local
 
@@ -482,7 +483,7 @@ def by_hand(run: fq.Run, rounds: int, method: FedRolex) -> dict[str, Tensor]:
 def test_updates_are_a_clients_optimizer_steps_over_all_rounds(
     weighting, engine, five_nodes, make_data, play
 ):
-    """Two of four clients a round, of one to three batches: after three rounds their totals differ."""
+    """Two of four clients train one to three batches per round, so that their totals differ."""
     method = with_local(FedRolex(weighting=weighting), batch_size=4, masked="")
     data, fleet = make_data(five_nodes, (4, 8, 12, 4)), fq.Fleet.of((1.0, 0.6), 4, 2)
     run = play(method, five_nodes, data, fleet=fleet, engine=engine, rounds=3)
@@ -497,5 +498,5 @@ def test_updates_are_a_clients_optimizer_steps_over_all_rounds(
         torch.testing.assert_close(run.server.weights[name], weight, rtol=0, atol=1e-12)
 
 
-def test_nobody_remembers_steps_that_nobody_weights_by(five_nodes, make_data, play):
+def test_steps_are_remembered_only_if_a_merge_weights_by_them(five_nodes, make_data, play):
     assert not play(FedRolex(), five_nodes, make_data(five_nodes, (4, 8))).server.memory

@@ -43,7 +43,7 @@ FIGURE_4 = {
 
 
 def numbers(local: LocalTraining) -> tuple[int, float, tuple[int, ...]]:
-    """What the tables vary; what they have in common is checked."""
+    """Return the settings that tables vary, after a check of the common ones."""
     assert isinstance(local.schedule, Steps)
     assert (local.epochs, local.schedule.factor) == (1, 0.1)
     assert local.optimizer == SGD(lr=local.optimizer.lr, momentum=0.9, weight_decay=5e-4)

@@ -22,7 +22,7 @@ def test_nothing_is_shared(engine, residual, play, make_data):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_a_client_goes_on_from_its_own_net(engine, residual, play, make_data):
+def test_a_client_continues_from_its_own_net(engine, residual, play, make_data):
     """Alone in a federation, nobody can tell FedAvg from Local."""
     data = make_data(residual, (7,))
     alone, shared = (

@@ -60,11 +60,11 @@ def test_a_conditioned_net_starts_as_the_net_it_was(kind):
     for robustness in (0, 0.3, 1):
         torch.testing.assert_close(fq.set_robustness(made, robustness)(x), module(x))
     moved = shaken(made)
-    answers = [fq.set_robustness(moved, robustness)(x) for robustness in (0, 1)]
-    assert not torch.allclose(*answers, atol=1e-3)
+    outputs = [fq.set_robustness(moved, robustness)(x) for robustness in (0, 1)]
+    assert not torch.allclose(*outputs, atol=1e-3)
 
 
-def test_every_sample_may_have_a_robustness_of_its_own(conditioned):
+def test_every_sample_may_have_a_different_robustness(conditioned):
     """A row of a mixed batch is that of a batch at its λ."""
     for share in (1.0, 0.5):
         member = conditioned.fit(Budget(share=share))
@@ -178,7 +178,7 @@ def test_plain_training_of_a_conditioned_net_is_the_same_on_every_engine(
     assert_same(play(method, conditioned, data), play(method, conditioned, data, engine=engine))
 
 
-def test_a_deployed_net_is_told_its_robustness(conditioned, make_data, play):
+def test_the_robustness_of_a_deployed_net_is_set(conditioned, make_data, play):
     method = with_local(
         FedAvg(), batch_size=4, adversarial=OAT, optimizer=fq.optimizers.SGD(lr=0.5)
     )

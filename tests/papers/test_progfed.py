@@ -266,7 +266,7 @@ def test_warm_up_rounds_are_the_first_of_each_stage_but_the_first():
     ] * 2
 
 
-def test_a_run_that_goes_on_for_longer_grows_when_it_did(tmp_path, make_data, play):
+def test_a_run_that_is_continued_for_longer_grows_in_the_same_rounds(tmp_path, make_data, play):
     settled = ProgFed().settled(12)
     assert settled.rounds == 12
     assert settled.settled(100) == settled
@@ -299,15 +299,13 @@ def test_the_schedule_runs_through_without_restart():
     assert rates(ProgFed(HALVED, stage_rounds=2, warmup=1), 6) == [1, 0.5, 0.25, 0.25, 0.25, 0.25]
 
 
-def test_the_schedule_begins_anew_with_every_stage_if_asked_for():
+def test_the_schedule_restarts_with_every_stage_on_request():
     asked = ProgFed(HALVED, stage_rounds=(2, 3), warmup=1, restart=True)
     assert rates(asked, 8) == [1, 0.5, 1, 0.5, 0.25, 1, 0.5, 0.25]
 
 
 def test_warm_up_outside_of_the_budget_has_the_initial_rate_and_does_not_age_the_schedule():
-    """As released: T_s rounds at the schedule's rates, and before them the warm-up at the initial
-    one.
-    """
+    """The released code has a warm-up at the initial rate before T_s rounds of the schedule."""
     steps = with_local(FedAvg(weighting="uniform"), schedule=Steps((1, 2, 3, 4, 5), 0.5))
     asked = ProgFed(steps, stage_rounds=2, warmup=2, extra_warmup=True)
     assert rates(asked, 10) == [1, 0.5, 1, 1, 0.25, 0.125, 1, 1, 0.0625, 0.03125]
@@ -562,7 +560,7 @@ def test_table_5_mixed_adds_the_losses_of_both_heads(make_data):
 
 
 @pytest.mark.parametrize(
-    ("changes", "rounds", "told"),
+    ("changes", "rounds", "message"),
     [
         ({"stage_rounds": 3}, 6, "with 6 rounds, of which 6 are for the first 2 of 3 stages"),
         ({}, 2, "with 2 rounds, of which 2 are for the first 2 of 3 stages"),
@@ -581,13 +579,13 @@ def test_table_5_mixed_adds_the_losses_of_both_heads(make_data):
         ),
     ],
 )
-def test_rounds_that_do_not_fit_the_stages_are_refused(changes, rounds, told, play, make_data):
-    with pytest.raises(ConfigError, match=told):
+def test_rounds_that_do_not_fit_the_stages_are_refused(changes, rounds, message, play, make_data):
+    with pytest.raises(ConfigError, match=message):
         play(ProgFed(**changes), growing(), make_data(growing(), SIZES), rounds=rounds)
 
 
 @pytest.mark.parametrize("over", [HeteroFL, "heterofl", None])
-def test_it_is_over_a_method(over):
+def test_progfed_needs_an_inner_method(over):
     with pytest.raises(ConfigError, match=r"over = .* was asked for; a method is needed"):
         ProgFed(over=over)
 
@@ -608,13 +606,13 @@ def test_a_resume_with_other_stages_is_refused(tmp_path, play, make_data):
     data = make_data(growing(), SIZES)
     options = {"out": tmp_path / "run", "resume": True, "rounds": 6}
     play(method(), growing(), data, **options)
-    for other, told in (
+    for other, message in (
         (method(warmup=0), "method.warmup: 1 there, 0 here"),
         (method(stage_rounds=(1, 2)), r"method.stage_rounds.*: .* there"),
         (method(strategy="partial"), "method.strategy: progressive there, partial here"),
         (method(over=HeteroFL()), "method.over: FedAvg there, HeteroFL here"),
     ):
-        with pytest.raises(ConfigError, match=told) as caught:
+        with pytest.raises(ConfigError, match=message) as caught:
             play(other, growing(), data, **options)
         assert "Ask for what it was, or name another folder." in str(caught.value)
     two = fq.trace(fq.with_stages(ThreeBlocks, ["first", "third"]), torch.zeros(2, 1, 4, 4))
@@ -631,7 +629,7 @@ def test_nested_nets_cannot_have_two_losses(play, make_data):
         play(method(over=inner, strategy="mixed"), growing(), make_data(growing(), SIZES), rounds=6)
 
 
-def test_a_method_that_was_not_settled_says_what_to_do(make_data):
+def test_a_method_without_rounds_is_refused_with_a_remedy(make_data):
     with pytest.raises(
         ConfigError, match=r"without a number of rounds.*method.settled\(rounds\) gives it"
     ):

@@ -165,7 +165,7 @@ def test_batch_norm_uses_the_statistics_of_the_batch(normed, make_data):
     assert small.alpha != pytest.approx(large.alpha, abs=1e-9)
 
 
-def test_the_whole_width_is_measured_whatever_clients_train(blocks, make_data):
+def test_the_whole_width_is_measured_for_every_width_of_clients(blocks, make_data):
     data = make_data(blocks, SIZES)
     method = ProgFed(HeteroFL(local=SMALL), rounds=4)
     run = fq.prepare(method, blocks, data, fq.Fleet.of((0.5, 0.25), 4, 4), precision="fp64").train(

@@ -134,7 +134,7 @@ def test_other_methods_train_the_stages(resolve):
 
 @pytest.mark.slow
 def test_masks_at_budgets_of_bytes(tmp_path):
-    """Symmetric growth reaches a smaller budget, in which the whole model has not finished a round."""
+    """Symmetric growth reaches a budget in which the whole model has not finished one round."""
     script = load_example("progfed_masks")
     file = tmp_path / "masks.npz"
     script.main(["train", str(file), "--scale", "smoke"])

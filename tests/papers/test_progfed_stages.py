@@ -84,7 +84,7 @@ def test_equation_2_a_stage_is_its_head_after_its_blocks_in_a_transformer() -> N
 
 
 def test_equation_2_holds_for_a_residual_stage_that_is_cut_to_a_quarter() -> None:
-    """A stage at share 1/4 has the first quarter of every axis, the shortcuts' channels included."""
+    """A stage at share 1/4 has the first quarter of every axis, also of the shortcuts."""
     net = ResNet("basic", (1, 1, 1), widths=(8, 16, 16), norm="none")
     x = torch.randn(2, 3, 16, 16)
     family = fq.trace(fq.with_stages(net), x)

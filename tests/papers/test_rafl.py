@@ -1,8 +1,7 @@
-"""RaFL (Yu et al. 2022): equations 2 to 7, algorithms 1 and 2, limits, and what is reported."""
+"""RaFL (Yu et al. 2022): equations 2 to 7, and algorithms 1 and 2."""
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import replace
 
@@ -10,101 +9,36 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 import fedquilt as fq
-from fedquilt.errors import BudgetError, ConfigError
-from fedquilt.family.cut import prefix
-from fedquilt.family.variants import joined, members_of
+from fedquilt.errors import ConfigError
+from fedquilt.family.variants import members_of
 from fedquilt.methods import FedAvg, RaFL
 from fedquilt.methods.rafl import Softened
 from fedquilt.round.teachers import OUTPUTS
 from fedquilt.round.training.batches import itinerary
 from fedquilt.round.training.mutual import Mutual
-from fedquilt.round.training.objectives import TaskLoss, View
-from fedquilt.round.training.server import ServerTraining
-from fedquilt.round.training.state import Received
-from fedquilt.round.training.step import Batch, gradient
+from fedquilt.round.training.objectives import TaskLoss
+from fedquilt.round.training.view import View
 from fedquilt.terms import WHOLE, Client, Job, Payload, Update
-from tests.conftest import Perceptron
 from tests.pairs import (
     SIZES,
-    limits,
-    normed_pairs,
-    of_net,
     pair,
     perceptrons,
     plain_pairs,
-    trained_pairs,
 )
-
-SHARP = fq.optimizers.SGD(lr=0.1, momentum=0.9, weight_decay=1e-2)
-LOCAL = fq.LocalTraining(batch_size=4, epochs=2, optimizer=SHARP)
-ONE_STEP = ServerTraining(
-    fq.optimizers.SGD(lr=0.1, momentum=0.0), batch_size=16, steps=1, held_back=0.3
+from tests.papers.pairs_of_nets import (
+    LOCAL,
+    NUM_PUBLIC,
+    ONE_STEP,
+    PAIR,
+    a_batch,
+    gradients_of,
+    kl,
+    modules,
+    pair_state,
+    start,
 )
-NUM_PUBLIC = 10
-PAIR = ("big", WHOLE)
-
-
-def start(
-    method: fq.Method, family: fq.Family, data: fq.FederatedData, budgets=None, **options
-) -> fq.Run:
-    """Return a run of all clients in float64 on the sequential engine that has not begun."""
-    fleet = fq.Fleet.of(budgets or limits(family), data.num_clients, data.num_clients)
-    options = {"precision": "fp64", "evaluation": fq.Evaluation(every=0), **options}
-    return fq.prepare(method, family, data, fleet, "sequential", **options)
-
-
-def kl(first: Tensor, second: Tensor) -> Tensor:
-    """Return the mean over samples of Σ p·log(p / q), for logits (equation 3)."""
-    p, q = first.softmax(1), second.softmax(1)
-    return (p * (p / q).log()).sum(1).mean()
-
-
-def modules(family: fq.Family, state: dict[str, Tensor], *names: str) -> list[Perceptron]:
-    """Return nets of a union as plain modules."""
-    return [family.module(prefix(family.at(name).whole), state).double() for name in names]
-
-
-def a_batch(count: int = 5) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(count, 4, generator=generator).double(), torch.randint(
-        3, (count,), generator=generator
-    )
-
-
-def gradients_of(
-    objective: Mutual, family: fq.Family, state: dict[str, Tensor], taught: Tensor | None = None
-):
-    """Return the loss and the gradient of one batch for the pair of the knowledge net and `big`."""
-    member = family.member(pair(family, "big"))
-    method = RaFL(local=LOCAL)
-    world = fq.prepare(
-        FedAvg(), family, some_data(family), fq.Fleet.of([1.0], 4, 4), precision="fp64"
-    ).world
-    learner = method.learner(Job(Client(0, fq.Budget(share=1.0)), prefix(member.arch), 0), world)
-    inputs, targets = a_batch()
-    batch = Batch(inputs, targets, torch.ones(3, dtype=torch.bool), torch.tensor(0), taught=taught)
-    grads, (loss, _) = gradient(learner, member, objective, state, Received(state), batch)
-    return loss, grads
-
-
-def some_data(family: fq.Family) -> fq.FederatedData:
-    from tests.conftest import _make_data
-
-    return _make_data(family, SIZES, public=NUM_PUBLIC)
-
-
-def pair_state(family: fq.Family) -> dict[str, Tensor]:
-    """Return the initial weights of the pair, moved so that no two nets agree."""
-    names = family.member(pair(family, "big")).names
-    return {
-        name: 2 * value
-        for name, value in family.init(1, dtype=torch.float64).items()
-        if name in names
-    }
-
 
 # --- equations 2 to 5 ---------------------------------------------------------------------------
 
@@ -124,7 +58,9 @@ def test_equations_2_and_3_by_hand():
     held, key = torch.ones(3, dtype=torch.bool), torch.tensor(0)
 
     def value(learns: str) -> float:
-        view = View(member, weights, inputs, targets, held, weights, mode, key, known=dict(known))
+        view = View(
+            member, weights, inputs, targets, held, weights, mode, key, logits_by_net=dict(known)
+        )
         return float(Mutual(TaskLoss(), PAIR, learns=(learns,))(view))
 
     cross_entropy_p, cross_entropy_k = (
@@ -233,7 +169,7 @@ def test_without_weight_the_knowledge_net_is_that_of_fedavg(order, make_data):
 
 
 def stepped(run: fq.Run, job: Job, order: str) -> dict[str, Tensor]:
-    """Train a client's two nets with two plain optimizers of torch, and return the weights of both."""
+    """Train a client's two nets with two optimizers of torch, and return the weights of both."""
     family = run.world.family
     name = members_of(job.submodel.arch.variant)[1]
     nets = modules(family, dict(run.federation.initial), name, WHOLE)
@@ -289,15 +225,15 @@ def test_a_round_equals_plain_loops_with_momentum_and_weight_decay(order, make_d
 
 def test_in_turn_differs_from_together(make_data):
     family = plain_pairs()
-    one, other = (start(RaFL(local=LOCAL, order=order), family, make_data(family, SIZES)).train(1) for order in
-                  ("together", "in_turn"))  # fmt: skip
-    assert not torch.allclose(
-        one.server.weights["knowledge.first.weight"], other.server.weights["knowledge.first.weight"]
-    )
+    weights = []
+    for order in ("together", "in_turn"):
+        run = start(RaFL(local=LOCAL, order=order), family, make_data(family, SIZES)).train(1)
+        weights.append(run.server.weights["knowledge.first.weight"])
+    assert not torch.allclose(*weights)
 
 
 def test_the_released_steps_are_those_of_a_loop_that_lets_gradients_accumulate(make_data):
-    """The private net steps, then the knowledge net with the gradients of both squared differences."""
+    """The private net steps first. The knowledge net has the gradients of both squared errors."""
     family = plain_pairs()
     local = replace(LOCAL, optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.0))
     method = RaFL.preset("released", local=local)
@@ -428,349 +364,3 @@ def test_the_released_loss_of_the_server_has_the_gradient_of_its_own_formula():
         torch.autograd.grad(loss, student, retain_graph=True)[0] for loss in (mine, theirs)
     ]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
-
-
-# --- costs --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", [RaFL(), RaFL(order="in_turn"), RaFL.preset("released")])
-def test_multiply_adds_of_a_step_are_those_that_torch_counts(method):
-    """The first layer of a net needs no gradient of its inputs, which the rule of three forward
-    passes counts.
-    """
-    family = plain_pairs()
-    member = family.member(pair(family, "big"))
-    world = fq.prepare(
-        FedAvg(), family, some_data(family), fq.Fleet.of([1.0], 4, 4), precision="fp64"
-    ).world
-    learner = method.learner(Job(Client(0, fq.Budget(share=1.0)), prefix(member.arch), 0), world)
-    state = pair_state(family)
-    nets = {variant: member.at(variant) for variant in ("big", WHOLE)}
-    inputs, targets = a_batch(4)
-    batch = Batch(
-        inputs,
-        targets,
-        torch.ones(3, dtype=torch.bool),
-        torch.tensor(0),
-        taught=torch.zeros(4, 3).double(),
-    )
-    with FlopCounterMode(display=False) as counter:
-        for phase in learner.phases:
-            gradient(learner, member, phase.objective, state, Received(state), batch)
-    # Samples, inputs and hidden channels of each first layer
-    skipped = sum(4 * 4 * hidden for hidden in (8, 3))
-    # The teacher's run before the batch is not in the phases
-    extra = 4 * nets["big"].macs if learner.taught else 0
-    assert counter.get_total_flops() // 2 + skipped + extra == learner.macs(member, [4])
-
-
-def test_memory_of_a_step_is_that_of_both_nets():
-    family = normed_pairs()
-    world = fq.prepare(FedAvg(), family, some_data(family), fq.Fleet.of([1.0], 4, 4)).world
-    step = RaFL().training_step(world)
-    both = family.member(pair(family, "big"))
-    alone = [family.member(family.at(name).whole) for name in (WHOLE, "big")]
-    assert both.training_memory(step) == sum(member.training_memory(step) for member in alone)
-
-
-# --- limits -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def world():
-    family = plain_pairs()
-    return fq.prepare(
-        FedAvg(), family, some_data(family), fq.Fleet.of([1.0], 4, 4), precision="fp64"
-    ).world
-
-
-def test_a_client_has_the_largest_private_net_with_which_the_pair_is_within_all_limits(world):
-    family, method = world.family, RaFL()
-    small, big = (
-        family.cost(pair(family, name), method.training_step(world)) for name in ("small", "big")
-    )
-    for bound in ("macs", "params", "memory"):
-        enough, less = (fq.Budget(**{bound: getattr(big, bound) - missing}) for missing in (0, 1))
-        assert method.fit(enough, world) == pair(family, "big")
-        assert method.fit(less, world) == pair(family, "small")
-    mixed = fq.Budget(macs=big.macs, params=small.params)
-    assert method.fit(mixed, world) == pair(family, "small")
-    assert method.fit(fq.Budget(share=1.0), world) == pair(family, "big")
-
-
-def test_a_limit_of_the_private_net_alone_is_the_papers_account(world):
-    family = world.family
-    macs = family.cost(family.at("big").whole).macs
-    assert RaFL(limit="private").fit(fq.Budget(macs=macs), world) == pair(family, "big")
-    assert RaFL().fit(fq.Budget(macs=macs), world) == pair(family, "small")
-
-
-def test_limits_that_no_pair_meets_name_the_smallest(world):
-    with pytest.raises(
-        BudgetError,
-        match=r"no pair of nets is within the budget macs 3: the smallest pair of nets \(small\) has",
-    ):
-        RaFL().fit(fq.Budget(macs=3), world)
-
-
-def test_shares_below_one_are_refused_with_what_would_work(world, make_data):
-    with pytest.raises(
-        BudgetError, match=r"a share of 0.5 was asked for; RaFL .* Budget\(macs=28e6\)"
-    ):
-        RaFL().fit(fq.Budget(share=0.5), world)
-    with pytest.raises(BudgetError, match=r"client 1: a share of 0.5"):
-        start(RaFL(), world.family, make_data(world.family, SIZES), budgets=[1.0, 0.5])
-
-
-def test_one_architecture_is_refused(perceptron, make_data):
-    with pytest.raises(ConfigError, match="which is one architecture; it needs a knowledge net"):
-        start(RaFL(), perceptron, make_data(perceptron, SIZES), budgets=[1.0])
-
-
-def test_norms_that_stay_on_clients_are_refused():
-    with pytest.raises(ConfigError, match="The knowledge net travels with all of its weights"):
-        RaFL(local=fq.LocalTraining(norm="per_client-all"))
-
-
-def test_eight_architectures_make_eight_groups(make_data):
-    hidden = {f"net{count}": count for count in range(4, 12)}
-    family = perceptrons(**hidden)
-    data = make_data(family, [4] * 16)
-    fleet = fq.Fleet.of(limits(family, *hidden), 16, 16)
-    run = fq.run(
-        RaFL(local=LOCAL), family, data, fleet, "vectorized", 1, evaluation=fq.Evaluation(every=0)
-    )
-    assert run.records[0].stacks == 8
-
-
-# --- what is reported ---------------------------------------------------------------------------
-
-
-def test_what_is_reported_by_limit_is_what_plain_modules_give(make_data):
-    family = plain_pairs()
-    run = start(RaFL(local=LOCAL), family, make_data(family, SIZES)).train(2)
-    inputs, targets = run.data.test_samples(torch.arange(24)), run.data.test_targets
-
-    def accuracy(module: Perceptron, rows: Tensor) -> float:
-        with torch.no_grad():
-            return float((module(inputs[rows]).argmax(1) == targets[rows]).double().mean())
-
-    everything = torch.arange(24)
-    (knowledge,) = modules(family, dict(run.server.weights), WHOLE)
-    assert run.accuracy == {"1.0": pytest.approx(accuracy(knowledge, everything))}
-    for name, clients in (("small", (0, 2)), ("big", (1, 3))):
-        key = str(float(family.cost(family.at(name).whole).macs))
-        nets = [
-            modules(family, dict(run.server.memory[client, ""].weights), name, WHOLE)
-            for client in clients
-        ]
-        own = [run.data.test_parts[client] for client in clients]
-        means = {
-            "private_accuracy": [accuracy(private, everything) for private, _ in nets],
-            "client_knowledge_accuracy": [accuracy(knowledge, everything) for _, knowledge in nets],
-            "local_private_accuracy": [
-                accuracy(net[0], rows) for net, rows in zip(nets, own, strict=True)
-            ],
-            "local_client_knowledge_accuracy": [
-                accuracy(net[1], rows) for net, rows in zip(nets, own, strict=True)
-            ],
-        }
-        for metric, values in means.items():
-            assert run.metrics[metric][key] == pytest.approx(sum(values) / 2), metric
-    labels = run.summary["labels"]
-    assert [labels[key] for key in run.metrics["private_accuracy"]] == ["56 MACs", "77 MACs"]
-
-
-def test_few_clients_are_tested_of_many(make_data):
-    family = plain_pairs()
-    run = start(
-        RaFL(local=LOCAL),
-        family,
-        make_data(family, SIZES),
-        evaluation=fq.Evaluation(every=0, clients=1),
-    )
-    assert len(run.train(1).metrics["private_accuracy"]) == 1
-
-
-def test_the_summary_has_utilisation_and_the_real_cost_of_pairs(make_data):
-    """Two devices with a limit of 60 multiply-adds and two of 100: the nets have 35 and 56, the
-    knowledge net 21.
-    """
-    family = plain_pairs()
-    budgets = [fq.Budget(macs=60), fq.Budget(macs=100)]
-    run = start(RaFL(local=LOCAL), family, make_data(family, SIZES), budgets=budgets)
-    summary = run.summary
-    assert (summary["utilisation"], summary["common_utilisation"]) == (91 / 160, 70 / 160)
-    assert (summary["pair_macs"], summary["over_limit"]) == ((56 + 77) / 2, 0)
-    paper = start(
-        RaFL(local=LOCAL, limit="private"), family, make_data(family, SIZES), budgets=budgets
-    )
-    assert (paper.summary["utilisation"], paper.summary["common_utilisation"]) == (
-        112 / 160,
-        112 / 160,
-    )
-    assert (paper.summary["pair_macs"], paper.summary["over_limit"]) == (77, 2)
-    assert "2 of 4 devices cannot hold the net that they train" in paper.note
-
-
-def test_labels_are_limits_with_their_units(world):
-    assert RaFL().label(fq.Budget(macs=28e6), world) == "28M MACs"
-
-
-def test_first_downloads_are_charged_once_and_told_apart(make_data):
-    family = trained_pairs()
-    run = start(RaFL(local=LOCAL, transfer=True), family, make_data(family, SIZES)).train(2)
-    knowledge = 8 * family.count(family.at(WHOLE).whole)
-    private = 8 * sum(2 * family.count(family.at(name).whole) for name in ("small", "big"))
-    first, second = run.records
-    assert (first.bytes_down, first.bytes_up, first.bytes_first) == (
-        4 * knowledge + private,
-        4 * knowledge,
-        private,
-    )
-    assert (second.bytes_down, second.bytes_up, second.bytes_first) == (
-        4 * knowledge,
-        4 * knowledge,
-        0,
-    )
-    assert run.summary["bytes_first"] == private
-    assert "bytes_first" not in second.to_dict()
-
-
-@pytest.mark.parametrize(
-    ("family", "transfer", "warns"),
-    [(plain_pairs, False, 0), (trained_pairs, False, 1), (trained_pairs, True, 0)],
-)
-def test_weights_that_devices_cannot_draw_are_told(family, transfer, warns, make_data, caplog):
-    with caplog.at_level(logging.WARNING, "fedquilt"):
-        start(RaFL(transfer=transfer), family(), make_data(family(), SIZES))
-    assert (
-        sum(
-            "has the same weights for every seed" in record.getMessage()
-            for record in caplog.records
-        )
-        == warns
-    )
-
-
-# --- client states ------------------------------------------------------------------------------
-
-
-def test_the_servers_state_has_the_knowledge_net_alone(make_data):
-    run = start(RaFL(), plain_pairs(), make_data(plain_pairs(), SIZES))
-    assert all(name.startswith("knowledge.") for name in run.server.weights)
-
-
-def test_without_the_knowledge_net_clients_keep_the_private_net_alone(make_data):
-    family = plain_pairs()
-    run, other = (
-        start(RaFL(local=LOCAL, keep_knowledge=keeps), family, make_data(family, SIZES)).train(2)
-        for keeps in (False, True)
-    )
-    for (client, _), memory in run.server.memory.items():
-        name = ("small", "big")[client % 2]
-        assert all(weight.startswith(f"{name}.") for weight in memory.weights)
-    assert "client_knowledge_accuracy" not in run.metrics
-    for name, value in run.server.weights.items():
-        assert torch.equal(value, other.server.weights[name])
-
-
-def test_a_state_of_another_architecture_is_kept_and_a_new_one_started(make_data, caplog):
-    """The limits of all clients change after the first round, and change back after the second."""
-    family = plain_pairs()
-    data = make_data(family, SIZES)
-    run = start(RaFL(local=LOCAL), family, data, budgets=limits(family, "small")).train(1)
-    before = of_net(dict(run.server.memory[1, ""].weights), "small")
-    small, wide = run.fleet, fq.Fleet.of(limits(family, "big"), 4, 4)
-    run.fleet = wide
-    with caplog.at_level(logging.WARNING, "fedquilt"):
-        run.train(2)
-    told = [
-        record.getMessage()
-        for record in caplog.records
-        if "has the private net 'small'" in record.getMessage()
-    ]
-    assert len(told) == 4
-    assert "and 'big' is planned for it in round 2. It keeps the old net" in told[1]
-    kept = run.server.memory[1, ""].weights
-    assert all(
-        torch.equal(value, of_net(dict(kept), "small")[name]) for name, value in before.items()
-    )
-    assert of_net(dict(kept), "big")
-    (private,) = run.method.own(run.server, wide.client(1, 1, 0, 4), run.world)
-    assert private.arch.variant == "big"
-
-    caplog.clear()
-    run.fleet = small
-    run.train(3)
-    after = of_net(dict(run.server.memory[1, ""].weights), "small")
-    # It was trained on.
-    assert not any(torch.equal(value, after[name]) for name, value in before.items())
-    assert not caplog.records
-
-
-def test_deleting_one_clients_state_affects_that_client_only(make_data):
-    family = plain_pairs()
-    data = make_data(family, SIZES)
-    # Equal knowledge nets at the start of the second round, so that clients differ by their own
-    # states alone.
-    run, other = (start(RaFL(local=LOCAL), family, data).train(1) for _ in range(2))
-    del other.server.memory[2, ""]
-    run.train(2)
-    other.train(2)
-    for client in range(4):
-        mine, theirs = (one.server.memory[client, ""].weights for one in (run, other))
-        same = all(torch.equal(value, theirs[name]) for name, value in mine.items())
-        assert same == (client != 2)
-
-
-@pytest.mark.parametrize("norm", ["batch", "tracked", "post"])
-def test_a_clients_private_net_is_deployed_as_the_users_module(norm, make_data):
-    family = normed_pairs()
-    run = start(RaFL(local=replace(LOCAL, norm=norm)), family, make_data(family, SIZES)).train(1)
-    module = run.deploy(fq.Budget(share=1.0), client=3)
-    state = module.state_dict()
-    assert type(module).__name__ == "Convolution"
-    assert module.conv.out_channels == 4
-    kept = of_net(dict(run.server.memory[3, ""].weights), "big")
-    assert torch.equal(state["conv.weight"], kept["conv.weight"])
-    if norm == "tracked":
-        assert torch.equal(state["norm.running_mean"], kept["norm.running_mean"])
-    knowledge = run.deploy(fq.Budget(share=1.0))
-    assert torch.equal(knowledge.conv.weight, run.server.weights["knowledge.conv.weight"])
-    with pytest.raises(BudgetError):
-        run.deploy(fq.Budget(params=10), client=3)
-
-
-def test_a_pair_is_one_job_whose_learner_sends_the_knowledge_net(world):
-    family, method = world.family, RaFL()
-    client = Client(0, fq.Budget(share=1.0), 4)
-    (submodel,) = method.plan(method.init(world), client, world)
-    assert submodel.arch.variant == joined(WHOLE, "big")
-    learner, member = method.learner(Job(client, submodel, 0), world), family.member(submodel)
-    assert learner.sent(member) == learner.received(member)
-    assert all(name.startswith("knowledge.") for name in learner.sent(member))
-    assert all(
-        name.startswith("big.") for name in set(learner.kept(member)) - set(learner.sent(member))
-    )
-    assert learner.installed(member) == ()
-    assert all(
-        name.startswith("big.")
-        for name in RaFL(transfer=True).learner(Job(client, submodel, 0), world).installed(member)
-    )
-
-
-@pytest.mark.parametrize("client", [None, 3])
-def test_a_clients_private_net_is_exported(client, make_data, tmp_path):
-    """Without a client the knowledge net is written."""
-    from safetensors.torch import load_file
-
-    family = plain_pairs()
-    run = start(RaFL(local=LOCAL), family, make_data(family, SIZES)).train(1)
-    run.export(tmp_path / "net.safetensors", fq.Budget(share=1.0), client=client)
-    written = load_file(tmp_path / "net.safetensors")
-    state = run.server.weights if client is None else run.server.memory[client, ""].weights
-    expected = of_net(dict(state), "knowledge" if client is None else "big")
-    assert written.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(written[name].double(), value.double(), rtol=0, atol=1e-6)

@@ -21,7 +21,7 @@ from fedquilt.methods import (
     HeteroFL,
     SplitMix,
 )
-from fedquilt.round.merge import ServerMomentum
+from fedquilt.round.server_optimizers import ServerMomentum
 from tests.conftest import LOCAL, assert_same, with_local
 
 PLAIN = fq.LocalTraining(batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.0))

@@ -45,7 +45,7 @@ Weights = dict[str, Tensor]
 
 
 def places(weights: Weights, cut: Cut) -> dict[str, tuple[Tensor, ...]]:
-    """Where the entries of a sub-model are in each weight of the whole."""
+    """Return the positions of a sub-model's entries in each weight of the whole."""
     first, second = cut
     own = {
         "conv1": (first, None),
@@ -85,7 +85,7 @@ def masked(logits: Tensor, classes: Tensor) -> Tensor:
 
 @dataclass
 class Rounds:
-    """What fedquilt did in two rounds: its start, its result, and what its clients were given."""
+    """Start, result and client inputs of two rounds of fedquilt."""
 
     run: fq.Run
     start: Weights
@@ -166,7 +166,7 @@ def adam(weights):
 
 
 def drawn(method: FedDropout, rounds: Rounds):
-    """The positions that fedquilt drew: the released draws, a layer at a time, are not reproduced."""
+    """Return the positions that fedquilt drew. The released code draws layer by layer instead."""
     first, second = (rounds.run.world.family.layout.dims[f"conv{n}.weight"][0] for n in (1, 2))
 
     def cut(share: float, round: int) -> Cut:

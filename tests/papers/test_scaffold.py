@@ -14,11 +14,12 @@ from fedquilt.errors import ConfigError
 from fedquilt.family.cut import prefix
 from fedquilt.methods import FedAvg, Scaffold
 from fedquilt.methods.scaffold import CLIENT_CONTROL, CONTROL, ControlVariates, Corrected
-from fedquilt.round.merge import ServerMomentum
+from fedquilt.round.server_optimizers import ServerMomentum
 from fedquilt.round.training.learner import Learner
-from fedquilt.round.training.objectives import View, Wrapping
+from fedquilt.round.training.objectives import Wrapping
 from fedquilt.round.training.state import Left, Received, Trained
 from fedquilt.round.training.step import Batch, gradient
+from fedquilt.round.training.view import View
 from fedquilt.terms import Client, Job, Payload, Update
 from tests.conftest import assert_same
 from tests.engines.test_links import LINKS

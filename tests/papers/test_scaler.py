@@ -100,9 +100,7 @@ def normed(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
 
 
 def test_convolutions_and_hidden_linear_layers_are_divided_by_the_share_and_not_by_what_was_kept():
-    """Of 10 channels a share of 1/4 keeps 3 if rounded up: HeteroFL's code divides by 1/4, not by
-    3/10.
-    """
+    """A share of 1/4 keeps 3 of 10 channels if rounded up. HeteroFL's code divides by 1/4."""
     family, x, share = fq.trace(Digits, torch.zeros(2, 1, 4, 4)), drawn(6, 1, 4, 4), 0.25
     arch, w = cut(family, share, "ceil")
     assert w["conv.weight"].shape[0] == 3
@@ -131,7 +129,7 @@ def attention(h: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: bool
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_in_a_transformer_embedding_projections_and_perceptron_are_divided(tied):
-    """Of a tied embedding only the hidden use is: the output layer gives logits."""
+    """A tied embedding is divided in its hidden use only, because the output layer gives logits."""
     options = {
         "max_length": 5,
         "width": 8,
@@ -197,7 +195,7 @@ def test_layers_that_are_kept_whole_are_not_divided():
 
 
 def test_in_a_preresnet_the_share_is_what_every_convolution_kept(residual):
-    """Where share · K is whole both readings agree: six convolutions, and nothing else is cut."""
+    """Both readings agree if share · K is whole. Six convolutions are cut, and nothing else."""
     arch = residual.fit(fq.Budget(share=0.25))
     cut_to = {name: shape[0] for name, shape in _shapes(residual, arch).items() if len(shape) == 4}
     whole = {name: shape[0] for name, shape in _shapes(residual, residual.whole).items()}
@@ -302,9 +300,7 @@ def test_methods_that_run_nested_nets_do_too(method, layout, perceptron, play, m
     assert_same(truth, played(method, perceptron, data, layout, shares=UNEQUAL))
 
 
-def test_a_unit_that_was_recorded_for_other_shares_is_used_again(
-    perceptron, play, make_data, monkeypatch
-):
+def test_a_group_captured_for_other_shares_is_reused(perceptron, play, make_data, monkeypatch):
     """On a GPU a recorded step reads the shares from a buffer; nothing is recorded anew."""
     made = []
     monkeypatch.setattr(

@@ -101,7 +101,7 @@ def test_the_released_code_counts_a_clients_widest_net_once_a_width(
     "link",
     [fq.Link(), fq.Link(loss=fq.links.ColumnLoss(0.4)), fq.Link(codec=fq.links.Codec(bits=8))],
 )
-def test_what_counts_once_a_width_travels_once(link, perceptron, play, make_data):
+def test_weights_counted_once_per_width_are_sent_once(link, perceptron, play, make_data):
     data, sent = make_data(perceptron, (6, 5)), []
     for preset in ({}, {"count_widths": True}):
         method = SHeteroFL(local=ONE_STEP, widths=WIDTHS, **preset)

@@ -37,8 +37,8 @@ def test_there_are_as_many_base_nets_as_fit_into_one(base, count):
     assert SplitMix(base=base).count == count
 
 
-def test_what_is_drawn_depends_on_seed_client_and_round(residual):
-    """The cycle on the seed alone; the others, by lot, on who trains and when, too."""
+def test_draws_depend_on_seed_client_and_round(residual):
+    """The cycle depends on the seed alone, the other base nets also on client and round."""
     method = SplitMix(**QUARTER)
     cycles = {
         tuple(scopes(method, residual, 0.25, turn, seed=seed)[0] for turn in range(4))
@@ -86,7 +86,7 @@ def test_every_base_net_is_trained_as_often_as_the_others(residual):
     assert all(abs(count - 1000) < 5 * 500**0.5 for count in found.values())
 
 
-def test_a_cohort_goes_through_the_cycle_together(residual, make_data):
+def test_the_clients_of_a_cohort_share_the_cycle(residual, make_data):
     """`turn` counts who was asked before, over all rounds."""
     data = make_data(residual, (4,) * 6)
     run = fq.prepare(
@@ -270,7 +270,7 @@ def test_a_module_that_brings_its_weights_is_cut_into_windows():
         assert torch.equal(first[f"base{place}/7.bias"], module[7].bias.detach())
 
 
-def test_what_starts_alike_at_every_width_is_not_rescaled(language):
+def test_weights_with_a_range_independent_of_width_are_not_rescaled(language):
     """Norms, embeddings, and parameters of which nobody knows how they were drawn."""
     plain = SplitMix(rescale_init=False, base=0.25).initial(World(language))
     rescaled = SplitMix(rescale_init=True, base=0.25).initial(World(language))
@@ -333,10 +333,8 @@ def test_budgets_that_are_no_shares_bound_the_sum_of_the_nets(residual):
 @pytest.mark.parametrize(
     "budget", [Budget(share=0.1), Budget(params=70), Budget(share=0.2, macs=2000)], ids=str
 )
-def test_a_budget_too_small_is_told_the_base_that_fits(budget, residual):
-    """And whose the budget is: a file that names a method alone has the papers' five shares, down
-    to 1/16.
-    """
+def test_a_budget_that_is_too_small_is_refused_with_a_base_that_fits(budget, residual):
+    """The message names the fleet, because its default budgets have shares down to 1/16."""
     with pytest.raises(BudgetError, match=r"SplitMix\(base=.*fleet \(fleet\.budgets\)") as caught:
         SplitMix(base=0.5).affordable(budget, World(residual))
     base = float(str(caught.value).split("method.base = ")[1].split()[0])

@@ -88,7 +88,7 @@ def test_every_preset_is_sound(name):
     assert preset.notes
 
 
-def test_there_are_no_others():
+def test_there_are_no_further_presets():
     assert set(papers()["splitmix"]) == {f"splitmix/{name}" for name in ROWS}
 
 
@@ -237,7 +237,7 @@ def test_the_ablation_has_every_combination(resolve):
 
 
 def test_curves_are_of_validation_accuracy(resolve):
-    """Half of the images of Digits and a tenth of CIFAR-10 are held back, as in the released code."""
+    """Half of Digits and a tenth of CIFAR-10 are held back, as in the released code."""
     for figure in ("figure4", "figure9", "figure13"):
         for kind, share in (("digits", 0.5), ("cifar10", 0.1)):
             for found in resolve(f"{figure}-{kind}").values():

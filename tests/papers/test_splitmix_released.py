@@ -1,4 +1,4 @@
-"""Presets named after Split-Mix's released code against its formulas, written out in plain torch."""
+"""Presets of Split-Mix's released code, compared with its formulas in plain torch."""
 
 from __future__ import annotations
 

@@ -21,11 +21,12 @@ from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.net import Pass
 from fedquilt.methods import FedAvg, FedProx, HeteroFL, SHeteroFL, SplitMix
 from fedquilt.models import PreResNet
-from fedquilt.round.evaluate import EvalSpec
+from fedquilt.round.eval_jobs import EvalSpec
 from fedquilt.round.federation import World
+from fedquilt.round.training.adversarial import Adversarial
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import Adversarial, MaskedCrossEntropy, TaskLoss
+from fedquilt.round.training.objectives import MaskedCrossEntropy, TaskLoss
 from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient
 from fedquilt.runs.experiment import Experiment
@@ -154,7 +155,7 @@ def test_dual_norms_start_equal_and_the_module_is_left_alone(kind):
         torch.testing.assert_close(fq.set_robustness(both, robustness)(x), module.eval()(x))
 
 
-def test_a_norm_in_two_places_is_one_pair_and_a_transformer_keeps_off_fused_kernels():
+def test_a_norm_used_twice_is_one_pair_and_a_transformer_avoids_fused_kernels():
     norm = nn.LayerNorm(8)
     both = fq.dual(nn.Sequential(norm, nn.Linear(8, 8), norm))
     assert both[0] is both[2]
@@ -219,14 +220,14 @@ def test_what_cannot_be_chosen_is_refused(single, pairs):
         fq.set_robustness(single.module(single.whole), 0.5)
     with pytest.raises(ConfigError, match=r"1\.5 was asked for; it must lie in \[0, 1\]"):
         fq.set_robustness(pairs.module(pairs.whole), 1.5)
-    for wrong, told in (
+    for wrong, message in (
         ("a", "'a'"),
         (torch.rand(8), r"a tensor \(8,\)"),
         (float("nan"), "nan"),
         (None, "None"),
     ):
         with pytest.raises(
-            ConfigError, match=rf"{told} was asked for; .* one number for all samples"
+            ConfigError, match=rf"{message} was asked for; .* one number for all samples"
         ):
             fq.set_robustness(pairs.module(pairs.whole), wrong)
     with pytest.raises(ConfigError, match=r"asked to be robust; .*fq\.dual"):
@@ -301,13 +302,13 @@ def test_pgd_has_the_papers_numbers():
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_data_outside_of_the_range_is_refused(engine, pairs, make_data, language):
-    told = (
+    message = (
         r"keeps samples in \[0, 1\]; among the training samples of data are numbers from "
         r"-.*normalize = 'none'"
     )
     method = with_local(FedAvg(), adversarial=AT())
     fleet = fq.Fleet.of((1.0,), 2, 2)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         fq.prepare(method, pairs, make_data(pairs, (6, 6)), fleet, engine)
     wide = with_local(FedAvg(), adversarial=AT(attack=fq.attacks.PGD(low=-9, high=9)))
     run = fq.prepare(
@@ -318,7 +319,7 @@ def test_data_outside_of_the_range_is_refused(engine, pairs, make_data, language
         engine,
         evaluation=fq.Evaluation(robustness=(0,)),
     )
-    with pytest.raises(DataError, match=told):  # the evaluation's own attack
+    with pytest.raises(DataError, match=message):  # the evaluation's own attack
         run.train(1)
     with pytest.raises(
         DataError, match=r"it moves real numbers, and the training samples of data are torch\.int64"
@@ -328,11 +329,11 @@ def test_data_outside_of_the_range_is_refused(engine, pairs, make_data, language
 
 def test_samples_outside_of_the_range_are_not_moved_into_it():
     module, x, y = _net().eval(), torch.rand(4, 1, 6, 6), torch.zeros(4, dtype=torch.int64)
-    told = (
+    message = (
         r"keeps samples in \[0, 1\]; among the samples given are numbers from -[\d.]+ to "
         r"[\d.]+\. Give .*low, high"
     )
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         fq.attacks.PGD().on(module, 4 * x - 2, y)
     wide = fq.attacks.PGD(low=-2, high=2)
     assert float((wide.on(module, 4 * x - 2, y) - (4 * x - 2)).abs().max()) <= wide.eps + 1e-6
@@ -346,7 +347,7 @@ def test_samples_outside_of_the_range_are_not_moved_into_it():
 
 
 def start(run, client: int = 0):
-    """What the first attack of a client's first batch starts from, and that batch."""
+    """Return the start of the first attack on a client's first batch, and that batch."""
     engine, data = run.engine, run.data
     job = Job(
         Client(client, Budget(share=1.0), data.size(client)),
@@ -582,7 +583,7 @@ def test_every_width_has_every_robustness(engine, pairs, images, play):
             assert metrics[f"robust/{one}"][str(share)] == pytest.approx(robust)
 
 
-def test_a_deployed_mixture_is_told_its_robustness_without_being_rebuilt(pairs, images, play):
+def test_the_robustness_of_a_deployed_mixture_is_set_without_rebuilding(pairs, images, play):
     method = with_local(
         SplitMix.preset("robust", base=0.25), batch_size=4, optimizer=fq.optimizers.SGD(lr=0.5)
     )
@@ -592,10 +593,10 @@ def test_a_deployed_mixture_is_told_its_robustness_without_being_rebuilt(pairs, 
     assert isinstance(module, Ensemble)
     weights = [value.data_ptr() for value in module.parameters()]
     torch.testing.assert_close(module(x), fq.set_robustness(run.deploy(Budget(share=0.5)), 0.8)(x))
-    answers = [fq.set_robustness(module, one)(x) for one in (0, 0.8, 1)]
+    outputs = [fq.set_robustness(module, one)(x) for one in (0, 0.8, 1)]
     assert weights == [value.data_ptr() for value in module.parameters()]
-    assert not torch.allclose(answers[0], answers[2])
-    torch.testing.assert_close(answers[0], run.deploy(Budget(share=0.5))(x))  # clean unless asked
+    assert not torch.allclose(outputs[0], outputs[2])
+    torch.testing.assert_close(outputs[0], run.deploy(Budget(share=0.5))(x))  # clean unless asked
     with pytest.raises(ConfigError, match="has no dual norms"):
         play(FedAvg(), _family(False), images(pairs, (8,)), rounds=1).deploy(
             Budget(share=1.0), robustness=0.5
@@ -647,7 +648,7 @@ def test_a_test_attacks_the_net_as_it_is_mixed(robustness, pairs):
     )
 
 
-def test_nothing_is_attacked_unless_asked(pairs, images, play, monkeypatch):
+def test_nothing_is_attacked_by_default(pairs, images, play, monkeypatch):
     def refused(*_args):
         raise AssertionError("nobody asked for an attack")
 
@@ -660,7 +661,7 @@ def test_nothing_is_attacked_unless_asked(pairs, images, play, monkeypatch):
 # --- runs on disk and settings ------------------------------------------------------------------
 
 
-def test_a_resumed_run_goes_on_with_both_norms(tmp_path, pairs, images):
+def test_a_resumed_run_continues_with_both_norms(tmp_path, pairs, images):
     method = with_local(SplitMix.preset("robust", base=0.5), batch_size=4, norm="tracked")
     data, fleet = images(pairs, (8, 8)), fq.Fleet.of((1.0, 0.5), 2, 2)
     options = {"evaluation": fq.Evaluation(every=0), "precision": "fp64"}
@@ -734,7 +735,7 @@ def test_sweeps_see_the_same_attacks(norm, pairs, images, play):
     assert swept == {True, False}
 
 
-def test_every_sample_may_have_a_robustness_of_its_own():
+def test_every_sample_may_have_a_different_robustness():
     norm = DualNorm(nn.BatchNorm2d(3)).eval()
     with torch.no_grad():
         norm.noised.weight.fill_(2.0)

@@ -85,7 +85,7 @@ def test_the_net_that_validation_samples_prefer_is_the_one_evaluated(perceptron,
 
 
 @pytest.mark.parametrize("norm", ["per_client", "per_client-all", "post-own"])
-def test_an_order_is_refused_where_every_client_has_nets_of_its_own(norm):
+def test_an_order_is_refused_if_every_client_has_its_own_nets(norm):
     with pytest.raises(
         ConfigError,
         match=rf"SplitMix: sort = True was asked for with local\.norm = '{norm}'.*'post'",

@@ -15,7 +15,7 @@ import fedquilt as fq
 from fedquilt.fleets.budgets import net_budgets
 from fedquilt.methods import DSFL, FedBN, FedDF, FedET, FedRolex, ProgFed, RaFL
 from fedquilt.models import PreResNet
-from fedquilt.round.merge import ServerMomentum
+from fedquilt.round.server_optimizers import ServerMomentum
 from fedquilt.round.training.server import ServerTraining
 
 

@@ -20,7 +20,6 @@ from fedquilt.errors.extras import how_to_install
 DOMAINS = ("mnist", "svhn", "usps", "syn", "mnistm")
 NUM_CLASSES = 10
 USPS_SHAPE = (16, 16)
-_SITE = 62  # Distinguishes these random numbers from all others of the same seed.
 
 Samples = tuple[np.ndarray, np.ndarray]  # Images (n, 28, 28, 3) as bytes, and their digits.
 
@@ -47,7 +46,7 @@ def digits5(
                 parts.append(synthesised(count, split, seed, fonts, watch))
                 continue
             watch(f"{domain} {split}", 0, 0)
-            key = noise.key(seed, _SITE, index, split == "test")
+            key = noise.key(seed, noise.Stream.DIGITS_FIVE, index, split == "test")
             parts.append(_READERS[domain](files, split, count, key))
         arrays[f"x_{split}"] = np.concatenate([images for images, _ in parts])
         arrays[f"y_{split}"] = np.concatenate([digits for _, digits in parts])

@@ -51,7 +51,6 @@ DEJAVU = (
     "DejaVuSerif-BoldItalic.ttf",
     "DejaVuSerif-Italic.ttf",
 )
-_SITE = 63  # Distinguishes these random numbers from all others of the same seed.
 _REPORT_EVERY = 100  # Images between two reports of progress.
 
 
@@ -76,7 +75,7 @@ def synthesised(
     digits = np.arange(count, dtype=np.uint8) % 10
     images = np.empty((count, SIDE, SIDE, 3), np.uint8)
     for number, digit in enumerate(digits.tolist()):
-        draws = Draws(noise.key(seed, _SITE, split == "test", number))
+        draws = Draws(noise.key(seed, noise.Stream.SYNTHETIC_DIGITS, split == "test", number))
         images[number] = np.asarray(_image(digit, draws, typefaces))
         if number % _REPORT_EVERY == 0:
             watch(f"syn {split}", number, count)

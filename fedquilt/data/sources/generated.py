@@ -17,7 +17,6 @@ GRID = 4  # Blocks per side of a prototype. Large ones of one colour each surviv
 DARKEST, BRIGHTEST = 64, 192  # Range of the bytes of a prototype, the upper end excluded.
 MAX_SHIFT = 48  # Bytes by which a domain may shift a colour, up or down.
 
-_SITE = 17  # Distinguishes these random numbers from all others of the same seed.
 _PROTOTYPE, _TRAIN, _TEST, _DOMAIN = range(4)
 
 
@@ -43,9 +42,11 @@ def generated(
     _check(classes, shape, train, test, domains)
     prototypes = _prototypes(seed, classes, shape)
     shifts = torch.stack([_shift(seed, name, shape[0]) for name in domains or ("",)])
-    inputs, targets, codes = _samples(noise.key(seed, _SITE, _TRAIN), prototypes, shifts, train)
+    inputs, targets, codes = _samples(
+        noise.key(seed, noise.Stream.GENERATED_IMAGES, _TRAIN), prototypes, shifts, train
+    )
     test_inputs, test_targets, test_codes = _samples(
-        noise.key(seed, _SITE, _TEST), prototypes, shifts, test
+        noise.key(seed, noise.Stream.GENERATED_IMAGES, _TEST), prototypes, shifts, test
     )
     return Pool.of(
         (inputs, targets),
@@ -83,7 +84,7 @@ def _check(
 def _prototypes(seed: int, classes: int, shape: tuple[int, int, int]) -> Tensor:
     """Return an image of few coloured blocks for each class."""
     channels, height, width = shape
-    key = torch.tensor(noise.key(seed, _SITE, _PROTOTYPE))
+    key = torch.tensor(noise.key(seed, noise.Stream.GENERATED_IMAGES, _PROTOTYPE))
     colours = noise.bits(key, classes * channels * GRID * GRID) % (BRIGHTEST - DARKEST) + DARKEST
     blocks = colours.reshape(classes, channels, GRID, GRID)
     rows = torch.arange(height) * GRID // height
@@ -95,7 +96,9 @@ def _shift(seed: int, domain: str, channels: int) -> Tensor:
     """Return the shift of each channel in a domain, which depends on the domain's name alone."""
     if not domain:
         return torch.zeros(channels, dtype=torch.int64)
-    key = torch.tensor(noise.key(seed, _SITE, _DOMAIN, zlib.crc32(domain.encode())))
+    key = torch.tensor(
+        noise.key(seed, noise.Stream.GENERATED_IMAGES, _DOMAIN, zlib.crc32(domain.encode()))
+    )
     return noise.bits(key, channels) % (2 * MAX_SHIFT + 1) - MAX_SHIFT
 
 

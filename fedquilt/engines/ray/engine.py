@@ -37,7 +37,7 @@ from fedquilt.hardware.process import keep_pages
 from fedquilt.names import said
 from fedquilt.round.engine import Outcome
 from fedquilt.round.federation import Federation
-from fedquilt.round.merge import Fold
+from fedquilt.round.fold import Fold
 from fedquilt.terms import ClientState, Job, Server
 
 if TYPE_CHECKING:

@@ -46,32 +46,28 @@ from fedquilt.hardware.device import to_device_async
 from fedquilt.round.budgets import learner_of
 from fedquilt.round.client import (
     NOTHING_LEFT,
+    AfterRound,
     Start,
-    are_finite,
-    blamed,
-    check_left,
-    check_state,
-    kept_state,
-    memory_of,
-    names_kept,
     receive,
     remember,
     send,
-    steps_behind,
     update_of,
     upload_of,
 )
+from fedquilt.round.client_checks import are_finite, blamed, check_left, check_state
+from fedquilt.round.client_state import kept_state, memory_of, names_kept, steps_behind
 from fedquilt.round.engine import Outcome
-from fedquilt.round.evaluate import EvalSpec, Score
-from fedquilt.round.merge import Fold
+from fedquilt.round.eval_jobs import EvalSpec
+from fedquilt.round.fold import Fold
+from fedquilt.round.scores import Score
 from fedquilt.round.training.augmentation import augmented
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.objectives import Objective
-from fedquilt.round.training.optimizers import OptimiserState, State
+from fedquilt.round.training.optimizers import OptimizerState, State
 from fedquilt.round.training.passes import ClientPass
 from fedquilt.round.training.regions import Region
 from fedquilt.round.training.state import Left, Received, Trained
-from fedquilt.round.training.step import Batch, clipped, gradient, move, run_pass, teach
+from fedquilt.round.training.step import Batch, Step, clipped, gradient, move, run_pass, teach
 from fedquilt.terms import Arch, Extras, Job, Server, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -112,7 +108,7 @@ class Stack:
     learner: Learner  # Local training of all clients
     jobs: list[Job]  # Client, round and sub-model of each client
     state: State  # Current weights and buffers
-    slots: OptimiserState | None  # Optimizer slots. None: no client has any
+    slots: OptimizerState | None  # Optimizer slots. None: no client has any
     received: Received  # Weights and state slots that the round started from
     extras: list[Extras]  # State of the method that is not cut, of each client
     # Weights that the server knows each client to have. Links that code changes need them.
@@ -418,7 +414,7 @@ class Vectorized(Simulation):
 
     def _slots(
         self, starts: Sequence[Start], learner: Learner, member: Member
-    ) -> OptimiserState | None:
+    ) -> OptimizerState | None:
         """Return the optimizer slots, stacked over clients. None: no client has any."""
         if all(start.slots is None for start in starts):
             return None
@@ -875,7 +871,7 @@ class Vectorized(Simulation):
             grads = self.clipped(learner, grads)
             masks = learner.masks(self.world.family.member(stack.arch), phase, device)
             count = stack.ages[0] + learner.moves(step) + number
-            state, slots = move(learner, phase, state, slots, grads, masks, count, rate)
+            state, slots = move(learner, phase, state, slots, grads, masks, Step(count, rate))
             state = {**state, **buffers}
         stack.losses[step, positions] = loss.to(stack.losses.dtype)  # Logits may have any type
         if everyone:
@@ -1122,13 +1118,9 @@ class Vectorized(Simulation):
                 self.federation,
                 job,
                 learner,
-                kept_weights,
-                slots,
-                steps,
-                delivery.slots,
+                AfterRound(kept_weights, slots, steps, delivery.slots, client_left),
                 memory,
                 self.initial,
-                client_left,
             )
             if kept_memory:
                 outcome.memory[job.client.id, job.submodel.scope] = kept_memory

@@ -19,8 +19,10 @@ from fedquilt.engines.vectorized.captured import CapturedPass, Look, by_turns
 from fedquilt.engines.vectorized.groups import CaptureError, fails_alone, stacked
 from fedquilt.errors import first_line
 from fedquilt.hardware.device import channels_last
-from fedquilt.round.evaluate import EvalSpec, Score, mean_statistics
+from fedquilt.round.eval_jobs import EvalSpec
 from fedquilt.round.federation import World
+from fedquilt.round.norm_statistics import mean_statistics
+from fedquilt.round.scores import Score
 from fedquilt.round.training.batches import batched
 from fedquilt.round.training.optimizers import State
 from fedquilt.terms import Arch, Submodels, Weights

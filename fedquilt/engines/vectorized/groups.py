@@ -39,7 +39,7 @@ from fedquilt.round.training.objectives import Objective, apart
 from fedquilt.round.training.optimizers import State
 from fedquilt.round.training.regions import Everywhere
 from fedquilt.round.training.state import Received
-from fedquilt.round.training.step import Batch, laid_gradient, train_pass
+from fedquilt.round.training.step import Batch, grouped_gradient, train_pass
 from fedquilt.terms import Arch, Weights
 
 if TYPE_CHECKING:
@@ -641,7 +641,7 @@ class ClientGroup:
         """Return gradients, losses and new buffers of all clients, in the group's layout."""
         learner = self.shape.learner
         if self._net is not None and member == self.member:
-            return laid_gradient(learner, member, objective, self._net, state, received, batch)
+            return grouped_gradient(learner, member, objective, self._net, state, received, batch)
         return self.engine.gradients(learner, member, objective, state, received, batch)
 
     def _mask(self, phase: Phase) -> Tensor | None:

@@ -1,7 +1,13 @@
 """Simulated links between server and clients: losses, coding, bytes and time.
 
-A link has three optional parts: a loss (`columns.py`, `wireless.py`), a codec (`codec.py`,
-`coding.py`), and a clock (`clock.py`). Any method runs over any link, on every engine.
+A link has three optional parts. Any method runs over any link, on every engine.
+
+- Loss: `columns.py` (columns fail at a rate), `wireless.py` (rates of a radio model).
+- Codec: `codec.py` (quantized and sparse changes), `rotation.py` (random rotation before it), and
+  `coding.py` (messages of named tensors, and checks of a codec).
+- Clock: `clock.py` (time of a client's round).
+
+`transmission.py` has the identity of a message, and `per_client.py` settings that differ by client.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from fedquilt.round.link.clock import Clock
 from fedquilt.round.link.codec import BaseCodec, ChangeSpec, Codec, Keys
 from fedquilt.round.link.coding import NOTHING, check_codec, code
 from fedquilt.round.link.columns import ColumnLoss, Loss
-from fedquilt.round.link.trip import Arrival, Transmission
+from fedquilt.round.link.transmission import Arrival, Transmission
 from fedquilt.round.link.wireless import Wireless
 from fedquilt.tensors import Flat
 from fedquilt.terms import Payload, Submodel, Weights
@@ -31,7 +37,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Link:
-    """A connection in both directions. By default everything arrives exactly as it was sent."""
+    """A simulated connection between server and clients, in both directions.
+
+    It has three independent parts: a loss, a codec and a clock. Each may be left out. By default
+    everything arrives exactly as it was sent, and takes no time. Bytes are counted in any case.
+
+    A payload is first coded, and then sent through the loss. The random numbers of a transmission
+    depend on seed, client, round and direction alone, so that every engine loses the same values.
+
+    Example:
+        A link that sends changes of weights with 8 bits each, and takes the time of a mobile phone:
+
+        >>> import fedquilt as fq
+        >>> link = fq.Link(codec=fq.links.Codec(bits=8), clock=fq.links.Clock(down=20e6, up=10e6))
+        >>> print(link)
+        8 bits a value; 20 Mbit/s down, 10 Mbit/s up, 0.05 s each way
+        >>> link.lossy, fq.Link.preset("lossy-mild").lossy
+        (False, True)
+    """
 
     loss: Loss | None = None  # Model of lost values. None: nothing is lost
     # Codec of the change that is sent. None: weights are sent without coding
@@ -115,71 +138,76 @@ class Link:
         if self.codec is not None:
             check_codec(self.codec, world, self.lossy, device)
 
-    def reach(self, submodel: Submodel, trip: Transmission) -> Submodel | None:
+    def reach(self, submodel: Submodel, transmission: Transmission) -> Submodel | None:
         """Return the part of a sub-model that will arrive, or None if nothing does.
 
         Nothing is sent. The part depends on random numbers of this transmission only.
         """
-        return self.loss.reach(submodel, trip) if self.loss is not None and self.lossy else submodel
+        if self.loss is None or not self.lossy:
+            return submodel
+        return self.loss.reach(submodel, transmission)
 
-    def down(self, payload: Payload, trip: Transmission, known: Weights = NOTHING) -> Arrival:
+    def down(
+        self, payload: Payload, transmission: Transmission, reference: Weights = NOTHING
+    ) -> Arrival:
         """Send a payload to a client, and return what arrives.
 
         Args:
             payload: What the server sends.
-            trip: Client, round and direction.
-            known: Weights that both sides know the client received before. Changes from them are
-                coded.
+            transmission: Client, round and direction.
+            reference: Weights that both sides know the client received before, by name. Changes
+                from them are coded.
         """
         codec = self.coder if self.coder and self.coder.down else None
-        return self._carry(payload, trip, codec, known, NOTHING)
+        return self._carry(payload, transmission, codec, reference, NOTHING)
 
     def up(
         self,
         payload: Payload,
-        trip: Transmission,
-        known: Weights = NOTHING,
+        transmission: Transmission,
+        reference: Weights = NOTHING,
         residual: Weights = NOTHING,
     ) -> Arrival:
         """Send a payload to the server, and return what arrives.
 
         Args:
             payload: What the client sends.
-            trip: Client, round and direction.
-            known: Weights that both sides know the client received. Changes from them are coded.
+            transmission: Client, round and direction.
+            reference: Weights that both sides know the client received, by name. Changes from them
+                are coded.
             residual: Error of earlier coding, which is added to the change.
         """
-        return self._carry(payload, trip, self.coder, known, residual)
+        return self._carry(payload, transmission, self.coder, reference, residual)
 
     def _carry(
         self,
         payload: Payload,
-        trip: Transmission,
+        transmission: Transmission,
         codec: BaseCodec | None,
-        known: Weights,
+        reference: Weights,
         residual: Weights,
     ) -> Arrival:
         sends = payload.weights or payload.extras
-        reach = self.reach(payload.submodel, trip) if sends else payload.submodel
+        reach = self.reach(payload.submodel, transmission) if sends else payload.submodel
         if reach is None:
             return Arrival(None, 0)
-        changes = {name: value for name, value in payload.weights.items() if name in known}
+        changes = {name: value for name, value in payload.weights.items() if name in reference}
         if codec is None or not (changes or payload.slots or payload.coded_extras):
-            arrived = _part(payload, reach, trip)
+            arrived = _part(payload, reach, transmission)
             return Arrival(arrived, arrived.bytes)
 
         sent = 0
         error = None
         decoded = payload
         if changes:
-            arrives = _arriving(payload, changes, reach, trip)
-            coded = code(codec, changes, trip.codec_keys(), known, residual, arrives)
+            arrives = _arriving(payload, changes, reach, transmission)
+            coded = code(codec, changes, transmission.codec_keys(), reference, residual, arrives)
             decoded = replace(payload, weights={**payload.weights, **coded.tensors})
             sent += coded.bytes
             if coded.error is not None:
-                error = _part(Payload(payload.submodel, coded.error), reach, trip).weights
-        decoded, state_bytes = _code_state(codec, decoded, reach, trip)
-        arrived = _part(decoded, reach, trip)
+                error = _part(Payload(payload.submodel, coded.error), reach, transmission).weights
+        decoded, state_bytes = _code_state(codec, decoded, reach, transmission)
+        arrived = _part(decoded, reach, transmission)
         plain = [value for name, value in arrived.weights.items() if name not in changes]
         plain += [
             value for name, value in arrived.extras.items() if name not in payload.coded_extras
@@ -188,7 +216,7 @@ class Link:
 
 
 def _code_state(
-    codec: BaseCodec, payload: Payload, reach: Submodel, trip: Transmission
+    codec: BaseCodec, payload: Payload, reach: Submodel, transmission: Transmission
 ) -> tuple[Payload, int]:
     """Code a payload's slots and the extras that are to be coded, each as a message of its own.
 
@@ -207,14 +235,14 @@ def _code_state(
     for slot, values in sorted(payload.slots.items()):
         message += 1
         if values:
-            arrives = _arriving(payload, values, reach, trip)
-            coded = code(codec, values, trip.codec_keys(message), arrives=arrives)
+            arrives = _arriving(payload, values, reach, transmission)
+            coded = code(codec, values, transmission.codec_keys(message), arrives=arrives)
             slots[slot] = coded.tensors
             total += coded.bytes
     for name in sorted(payload.coded_extras):
         message += 1
         if name in extras:
-            coded = code(codec, {name: extras[name]}, trip.codec_keys(message))
+            coded = code(codec, {name: extras[name]}, transmission.codec_keys(message))
             extras |= coded.tensors
             total += coded.bytes
     return replace(payload, slots=slots, extras=extras), total
@@ -227,11 +255,12 @@ def _without_feedback(codec: BaseCodec) -> BaseCodec:
     return replace(codec, **changes)
 
 
-def _part(payload: Payload, reach: Submodel, trip: Transmission) -> Payload:
+def _part(payload: Payload, reach: Submodel, transmission: Transmission) -> Payload:
     """Return the part of a payload that arrived. Extras always arrive completely."""
     if reach is payload.submodel:
         return payload
-    narrow, sent_index = trip.world.family.cutter.narrow, payload.submodel.held
+    narrow = transmission.world.family.cutter.narrow
+    sent_index = payload.submodel.held
     slots = {slot: narrow(values, sent_index, reach.held) for slot, values in payload.slots.items()}
     return replace(
         payload,
@@ -242,7 +271,7 @@ def _part(payload: Payload, reach: Submodel, trip: Transmission) -> Payload:
 
 
 def _arriving(
-    payload: Payload, weights: Weights, reach: Submodel, trip: Transmission
+    payload: Payload, weights: Weights, reach: Submodel, transmission: Transmission
 ) -> dict[str, Tensor] | None:
     """Return boolean tensors that are True at the values that arrive. None: all values arrive.
 
@@ -255,7 +284,7 @@ def _arriving(
     shapes = {name: value.shape for name, value in weights.items()}
     numbered = Flat(torch.arange(count, device=device), shapes)
     arrived_rows = Flat.of(
-        _part(Payload(payload.submodel, numbered.parts), reach, trip).weights
+        _part(Payload(payload.submodel, numbered.parts), reach, transmission).weights
     ).vector
     mask = torch.zeros(count, dtype=torch.bool, device=device).index_fill_(0, arrived_rows, True)
     return numbered.same(mask).parts

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedquilt.checks import outside, refuse
-from fedquilt.round.link.dealt import Dealt, check_dealt, dealt, empty, shown, take_lists
+from fedquilt.round.link.per_client import (
+    PerClient,
+    as_text,
+    check_lengths,
+    convert_lists,
+    empty_lists,
+    value_of,
+)
 
 _UNITS = ((1e9, "Gbit"), (1e6, "Mbit"), (1e3, "kbit"), (1.0, "bit"))
 
@@ -18,35 +25,33 @@ class Clock:
     Each is one number for all clients, or a list that is assigned to clients in turn.
     """
 
-    down: Dealt = 20e6  # Download speed of clients in bits per second
-    up: Dealt = 10e6  # Upload speed of clients in bits per second
-    latency: Dealt = 0.05  # Latency of each direction in seconds
-    compute: Dealt = 0.0  # Multiply-adds per second of clients. 0: training takes no time
+    down: PerClient = 20e6  # Download speed of clients in bits per second
+    up: PerClient = 10e6  # Upload speed of clients in bits per second
+    latency: PerClient = 0.05  # Latency of each direction in seconds
+    compute: PerClient = 0.0  # Multiply-adds per second of clients. 0: training takes no time
     # Seconds of simulated time after which updates are dropped. None: the server waits for all
     deadline: float | None = None
 
     def __post_init__(self) -> None:
-        take_lists(self, "down", "up", "latency", "compute")
+        convert_lists(self, "down", "up", "latency", "compute")
         problems = outside(
             self, down="[1, 1e15]", up="[1, 1e15]", latency="[0, 1e9]", compute="[0, 1e21]"
         )
-        problems |= empty(self, "down", "up", "latency", "compute")
+        problems |= empty_lists(self, "down", "up", "latency", "compute")
         if self.deadline is not None:
             problems |= outside(self, deadline="(0, inf)")
             if not problems and self.deadline < 2 * self._least_latency:
                 problems["deadline"] = (
                     f"{self.deadline:g} was asked for; two latencies take at least "
-                    f"{2 * self._least_latency:g} s, so "
-                    "that every update would be late. A later deadline would work, or none, with "
-                    "which the server "
-                    "waits for all."
+                    f"{2 * self._least_latency:g} s, so that every update would be late. A later "
+                    "deadline would work, or none, with which the server waits for all."
                 )
         refuse(self, problems)
 
     def __str__(self) -> str:
         until = "" if self.deadline is None else f", updates dropped after {self.deadline:g} s"
         return (
-            f"{_speed(self.down)} down, {_speed(self.up)} up, {shown(self.latency)} s each "
+            f"{_speed(self.down)} down, {_speed(self.up)} up, {as_text(self.latency)} s each "
             f"way{until}"
         )
 
@@ -56,7 +61,7 @@ class Clock:
 
     def check(self, num_clients: int) -> None:
         """Refuse lists whose length does not divide the number of clients."""
-        check_dealt(self, num_clients, "down", "up", "latency", "compute")
+        check_lengths(self, num_clients, "down", "up", "latency", "compute")
 
     def slowest(self, costs: Mapping[int, tuple[int, ...]], copies: int = 1) -> float:
         """Return the seconds of the slowest client. Arguments are those of `late`."""
@@ -93,12 +98,14 @@ class Clock:
             bytes_up: Bytes that it sends.
             macs: Multiply-adds of its training.
         """
-        rate = dealt(self.compute, client)
-        travel = 8 * bytes_down / dealt(self.down, client) + 8 * bytes_up / dealt(self.up, client)
-        return 2 * dealt(self.latency, client) + travel + (macs / rate if rate else 0.0)
+        rate = value_of(self.compute, client)
+        download = 8 * bytes_down / value_of(self.down, client)
+        upload = 8 * bytes_up / value_of(self.up, client)
+        training = macs / rate if rate else 0.0
+        return 2 * value_of(self.latency, client) + (download + upload) + training
 
 
-def _speed(value: Dealt) -> str:
+def _speed(value: PerClient) -> str:
     """Return one or more speeds in bits per second as text, with a fitting unit."""
     if isinstance(value, tuple):
         return ", ".join(map(_speed, value))

@@ -20,13 +20,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.checks import one_of, refuse, within
 from fedquilt.hardware.device import to_device_async
 from fedquilt.round.link.rotation import padded, rotate, unrotate
 
-Bits = Literal[2, 4, 8, 32]
+Bits = Literal[2, 4, 8, 32]  # Bits per value of a message. 32: values are not rounded.
 Keys = tuple[int, int]  # Random keys of a message. No two messages share them.
 _SEED = 8  # Bytes of a seed in a message.
 # Rotated values are about normally distributed, and so are errors that are fed back and rotated.
@@ -35,8 +36,7 @@ _SEED = 8  # Bytes of a seed in a message.
 # rotation an error is at most one step, and does not grow.
 _DIVERGES = (
     "what 2 bits lose of a large rotated tensor is more than the tensor, so that errors fed back "
-    "grow without end. "
-    "4 or 8 bits would work, or one of the two options without the other."
+    "grow without end. 4 or 8 bits would work, or one of the two options without the other."
 )
 
 
@@ -169,11 +169,13 @@ class Codec(BaseCodec):
         )
 
     @property
+    @override
     def neutral(self) -> bool:
         """Return True if all values are sent without coding."""
         return self.bits == 32 and self.keep == 1
 
     @property
+    @override
     def has_fixed_length(self) -> bool:
         return True
 
@@ -191,6 +193,7 @@ class Codec(BaseCodec):
         """Return True if a message has a seed."""
         return self.keep < 1 or self._rotates
 
+    @override
     def encode(self, change: Tensor, spec: ChangeSpec, keys: Keys) -> Tensor:
         """Return a change as bytes.
 
@@ -221,12 +224,14 @@ class Codec(BaseCodec):
         low, step = _spread(self._scale(ranges, change.dtype), lengths, len(change), positions)
         dither = noise.uniform(_key(rounding_key, change.device), change.shape, change.dtype)
         if positions is not None:
-            change, dither = change[positions], dither[positions]
+            change = change[positions]
+            dither = dither[positions]
         # The step is 0 if all values of a weight have changed by the same amount.
         exact = torch.where(step > 0, (change - low) / step, 0.0)
         codes = (exact + dither).floor().clamp(0, 2**self.bits - 1).to(torch.uint8)
         return torch.cat([*pieces, ranges.reshape(-1).view(torch.uint8), pack(codes, self.bits)])
 
+    @override
     def decode(self, message: Tensor, spec: ChangeSpec) -> Tensor:
         """Return the change that a message describes. It is zero where the message has no value."""
         count = spec.count
@@ -249,21 +254,19 @@ class Codec(BaseCodec):
         # later, and a scale above 1 would make the error grow with every message.
         if self.keep < 1 and not self.feedback:
             values = values * (count / self.kept(count))
-        return (
-            values
-            if positions is None
-            else values.new_zeros(count).index_copy_(0, positions, values)
-        )
+        if positions is None:
+            return values
+        return values.new_zeros(count).index_copy_(0, positions, values)
 
     def _dequantized(
-        self, message: Tensor, lengths: Sequence[int], where: Tensor | None, dtype: torch.dtype
+        self, message: Tensor, lengths: Sequence[int], positions: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         """Return the values that the codes of a message describe, from its scales on."""
         count = sum(lengths)
         head = 2 * 4 * len(lengths)
         ranges = message[:head].clone().view(torch.float32).view(2, -1)
-        low, step = _spread(self._scale(ranges, dtype), lengths, count, where)
-        total = count if where is None else len(where)
+        low, step = _spread(self._scale(ranges, dtype), lengths, count, positions)
+        total = count if positions is None else len(positions)
         values: Tensor = low + step * unpack(message[head:], self.bits, total).to(dtype)
         return values
 
@@ -290,24 +293,24 @@ def _key(word: int | Tensor, device: torch.device) -> Tensor:
     return word if isinstance(word, Tensor) else to_device_async(device, torch.tensor(word))
 
 
-def _travelling(lengths: Sequence[int], where: Tensor | None) -> list[int]:
+def _travelling(lengths: Sequence[int], positions: Tensor | None) -> list[int]:
     """Return how many values of each weight are at the ascending positions `where`."""
-    if where is None:
+    if positions is None:
         return list(lengths)
-    ends = to_device_async(where.device, torch.tensor(lengths).cumsum(0))
-    counts = torch.searchsorted(where, ends)
+    ends = to_device_async(positions.device, torch.tensor(lengths).cumsum(0))
+    counts = torch.searchsorted(positions, ends)
     return counts.diff(prepend=counts.new_zeros(1)).tolist()
 
 
-def _spread(each: Tensor, lengths: Sequence[int], count: int, where: Tensor | None) -> Tensor:
+def _spread(each: Tensor, lengths: Sequence[int], count: int, positions: Tensor | None) -> Tensor:
     """Repeat a figure of each weight (last dimension) for each of its values that are sent."""
     sizes = to_device_async(each.device, torch.tensor(lengths))
-    if where is None:
+    if positions is None:
         return each.repeat_interleave(sizes, dim=1, output_size=count)
     owner = torch.arange(len(lengths), device=each.device).repeat_interleave(
         sizes, output_size=count
     )
-    return each[:, owner[where]]
+    return each[:, owner[positions]]
 
 
 def _ranges(change: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -319,7 +322,8 @@ def _ranges(change: Tensor, lengths: Sequence[int]) -> Tensor:
     low, high = (
         torch.segment_reduce(change, how, lengths=sizes, unsafe=True) for how in ("min", "max")
     )
-    lowest, highest = low.float(), high.float()
+    lowest = low.float()
+    highest = high.float()
     infinite = torch.full_like(lowest, torch.inf)
     lowest = torch.where(lowest.to(low.dtype) > low, torch.nextafter(lowest, -infinite), lowest)
     highest = torch.where(

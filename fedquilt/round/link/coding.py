@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 NOTHING: Weights = MappingProxyType({})
 MAX_TRIAL_VALUES = 1 << 14
-_SITE = 46  # Separates the random numbers of a trial from all others.
+_FIRST, _SECOND = 0, 1  # Parts of the keys of a trial.
 
 
 class CodecError(ValueError):
@@ -39,7 +39,7 @@ class CodecError(ValueError):
 class Coded:
     """Result of coding and decoding named tensors."""
 
-    # Tensors as received. Values that did not arrive are the known ones.
+    # Tensors as received. Values that did not arrive are those of the reference.
     tensors: dict[str, Tensor]
     bytes: int  # Length of the message.
     error: dict[str, Tensor] | None  # Error of coding. None: there is no error feedback.
@@ -49,7 +49,7 @@ def code(
     codec: BaseCodec,
     tensors: Weights,
     keys: Keys,
-    known: Weights = NOTHING,
+    reference: Weights = NOTHING,
     residual: Weights = NOTHING,
     arrives: Weights | None = None,
 ) -> Coded:
@@ -59,7 +59,7 @@ def code(
         codec: Codec of the link.
         tensors: Tensors to send, all of one floating-point dtype and on one device.
         keys: Random keys of this message, from `Transmission.codec_keys`.
-        known: Tensors that both sides have, by the same names. The change from them is coded.
+        reference: Tensors that both sides have, by the same names. The change from them is coded.
             A tensor that is absent is coded against zero.
         residual: What coding lost before, which is added to the change. A tensor that is absent
             adds nothing.
@@ -73,8 +73,8 @@ def code(
         CodecError: The codec returned something that its contract does not allow.
     """
     sent = Flat.of(tensors)
-    reference = Flat.of(_or_zero(tensors, known))
-    change = sent.vector - reference.vector
+    start = Flat.of(_or_zero(tensors, reference))
+    change = sent.vector - start.vector
     if residual:
         change += Flat.of(_or_zero(tensors, residual)).vector
 
@@ -86,7 +86,7 @@ def code(
     received = decoded(codec, message, spec)
 
     error = sent.same(change - received).parts if codec.feedback else None
-    return Coded(sent.same(reference.vector + received).parts, message.nbytes, error)
+    return Coded(sent.same(start.vector + received).parts, message.nbytes, error)
 
 
 def _or_zero(tensors: Weights, values: Weights) -> dict[str, Tensor]:
@@ -143,15 +143,15 @@ def _check_tensor(
     value: object,
     dtype: torch.dtype,
     device: torch.device,
-    wanted: str,
+    remedy: str,
 ) -> None:
     """Raise CodecError if a value is not a tensor of this dtype on this device."""
     if not isinstance(value, Tensor):
         kind = type(value).__name__
-        raise CodecError(f"{source} returned an object of class {kind}; {wanted}.")
+        raise CodecError(f"{source} returned an object of class {kind}; {remedy}.")
     if value.dtype != dtype or value.device != device:
         kind_text = f"{value.dtype} on {value.device}"
-        raise CodecError(f"{source} returned a tensor of {kind_text}; {wanted}.")
+        raise CodecError(f"{source} returned a tensor of {kind_text}; {remedy}.")
 
 
 # --- before a run -------------------------------------------------------------------------------
@@ -160,10 +160,10 @@ def _check_tensor(
 class _Trial(NamedTuple):
     """A change that a codec is tried on."""
 
-    name: str
-    change: Tensor
-    spec: ChangeSpec
-    keys: Keys
+    name: str  # Description of the change, for messages.
+    change: Tensor  # (value,)
+    spec: ChangeSpec  # Shapes, type and device of the change.
+    keys: Keys  # Random keys of the message.
 
 
 def check_codec(codec: BaseCodec, world: World, lossy: bool, device: torch.device = CPU) -> None:
@@ -185,8 +185,8 @@ def check_codec(codec: BaseCodec, world: World, lossy: bool, device: torch.devic
         value = getattr(codec, name)
         if not isinstance(value, bool):
             raise ConfigError(
-                f"Link: codec = {codec} was asked for; its {name} is {value!r}. "
-                f"True or False would work, as in a field {name}: bool = False."
+                f"Link: codec = {codec} was asked for; its {name} is {value!r}. True or False "
+                f"would work, as in a field {name}: bool = False."
             )
     if codec.neutral:
         return
@@ -215,8 +215,8 @@ def check_codec(codec: BaseCodec, world: World, lossy: bool, device: torch.devic
         with _blaming(codec, trial):
             if not torch.equal(decoded(codec, message, trial.spec), change):
                 raise CodecError(
-                    "decode returned other values for the same message; values that depend on "
-                    "its arguments alone would work."
+                    "decode returned other values for the same message; values that depend on its "
+                    "arguments alone would work."
                 )
 
 
@@ -228,8 +228,7 @@ def _check_fixed_length(codec: BaseCodec, trial: _Trial, length: int) -> None:
         if zeros_length != length:
             raise CodecError(
                 f"its has_fixed_length is True, and the message has {length} bytes where that of a "
-                "change of zero "
-                f"has {zeros_length}; has_fixed_length = False would work."
+                f"change of zero has {zeros_length}; has_fixed_length = False would work."
             )
 
 
@@ -237,13 +236,16 @@ def _trials(world: World, lossy: bool, device: torch.device) -> list[_Trial]:
     """Return changes to try a codec on."""
     shapes = _trial_shapes(world)
     count = sum(shape.numel() for shape in shapes.values())
-    key = to_device_async(device, torch.tensor(noise.key(_SITE, 0)))
+    key = to_device_async(device, torch.tensor(noise.key(noise.Stream.CODEC_CHANGE, _FIRST)))
     change = 0.01 * noise.normal(key, (count,), world.dtype)
     # The spec takes the tensor's device, which has an index (cuda:0). The run's may have none.
     spec = ChangeSpec(shapes, change.dtype, change.device)
     keys = [
-        (noise.key(_SITE, trial_number, 0), noise.key(_SITE, trial_number, 1))
-        for trial_number in (1, 2, 3)
+        (
+            noise.key(noise.Stream.CODEC_TRIAL, number, _FIRST),
+            noise.key(noise.Stream.CODEC_TRIAL, number, _SECOND),
+        )
+        for number in (1, 2, 3)
     ]
 
     trials = [

@@ -1,8 +1,8 @@
-"""Links that fail: a payload is sent column by column, and all columns from the first failure on
-are lost.
+"""Links that lose columns: the first column that fails ends a transmission.
 
-This is the model of FedResCuE (Zhu et al., ICML 2022), section 3.3 and appendix A.3.4. What arrives
-is a payload with a smaller index.
+A payload is sent column by column, and all columns from the first failure on are lost. What arrives
+is a payload with a smaller index. This is the model of FedResCuE (Zhu et al., ICML 2022), section
+3.3 and appendix A.3.4.
 """
 
 from __future__ import annotations
@@ -12,17 +12,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.checks import outside, refuse, within
-from fedquilt.round.link.dealt import Dealt, check_dealt, dealt, empty, shown, take_lists
-from fedquilt.round.link.trip import Transmission
+from fedquilt.round.link.per_client import (
+    PerClient,
+    as_text,
+    check_lengths,
+    convert_lists,
+    empty_lists,
+    value_of,
+)
+from fedquilt.round.link.transmission import LOSS, Transmission
 from fedquilt.terms import Submodel
 
 if TYPE_CHECKING:
     from fedquilt.family.member import Member
-
-_DRAW = 1
 
 
 @dataclass(frozen=True)
@@ -50,15 +56,15 @@ class Loss(ABC):
     def check(self, num_clients: int) -> None:  # noqa: B027 (some have nothing to say)
         """Refuse lists whose length does not divide the number of clients."""
 
-    def reach(self, submodel: Submodel, trip: Transmission) -> Submodel | None:
+    def reach(self, submodel: Submodel, transmission: Transmission) -> Submodel | None:
         """Return the part of a sub-model that arrives, or None if the first column fails.
 
         It consists of the first columns in the sub-model's own order. Weights that no width cuts,
         such as the output's bias, are sent with the first column.
         """
-        family = trip.world.family
+        family = transmission.world.family
         count = self.count(family.member(submodel))
-        arrived = self.arrived(trip, count)
+        arrived = self.arrived(transmission, count)
         if arrived == count:
             return submodel
         return family.part(submodel, arrived * self.granularity) if arrived else None
@@ -70,14 +76,16 @@ class Loss(ABC):
             count += 1
         return count
 
-    def arrived(self, trip: Transmission, count: int) -> int:
+    def arrived(self, transmission: Transmission, count: int) -> int:
         """Return how many of `count` columns arrive.
 
         For each column an error rate er and a number ε are drawn. Sending stops at the first
         ε < er.
         """
-        low, high = self.rates(trip.job.client.id, trip.world.seed)
-        fraction, sample = noise.uniform(torch.tensor(trip.key(_DRAW)), (2, count), torch.float64)
+        low, high = self.rates(transmission.job.client.id, transmission.world.seed)
+        fraction, sample = noise.uniform(
+            torch.tensor(transmission.key(LOSS)), (2, count), torch.float64
+        )
         failed = (sample < low + (high - low) * fraction).nonzero()
         return int(failed[0]) if len(failed) else count
 
@@ -91,40 +99,42 @@ class ColumnLoss(Loss):
     """
 
     # Error rate of a column, or a list of rates that is assigned to clients in turn. 0: no losses
-    rate: Dealt = 0.1
+    rate: PerClient = 0.1
     # Upper bound of a column's rate, which is drawn between `rate` and this. None: it is `rate`
     upto: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        take_lists(self, "rate")
-        problems = outside(self, rate="[0, 1]") | empty(self, "rate")
+        convert_lists(self, "rate")
+        problems = outside(self, rate="[0, 1]") | empty_lists(self, "rate")
         if self.upto is not None:
             problems |= outside(self, upto="[0, 1]")
             rate = max(self.rate, default=0.0) if isinstance(self.rate, tuple) else self.rate
             if not problems and self.upto < rate:
                 problems["upto"] = (
                     f"{self.upto} was asked for; it must be at least the rate, {rate}, since every "
-                    "column's rate is "
-                    "drawn between the two. Set upto too, or upto to none, which leaves every "
-                    "column the rate."
+                    "column's rate is drawn between the two. Set upto too, or upto to none, which "
+                    "leaves every column the rate."
                 )
         refuse(self, problems)
 
     def __str__(self) -> str:
         upper = "" if self.upto is None else f" to {self.upto:g}"
         return (
-            f"columns that fail, and end the transmission, at a rate of {shown(self.rate)}{upper}"
+            f"columns that fail, and end the transmission, at a rate of {as_text(self.rate)}{upper}"
         )
 
     @property
+    @override
     def loses(self) -> bool:
         rates = self.rate if isinstance(self.rate, tuple) else (self.rate,)
         return any(rates) or bool(self.upto)
 
+    @override
     def check(self, num_clients: int) -> None:
-        check_dealt(self, num_clients, "rate")
+        check_lengths(self, num_clients, "rate")
 
+    @override
     def rates(self, client: int, seed: int) -> tuple[float, float]:
-        low = dealt(self.rate, client)
+        low = value_of(self.rate, client)
         return low, low if self.upto is None else self.upto

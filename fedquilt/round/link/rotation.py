@@ -19,8 +19,6 @@ from torch import Tensor
 
 from fedquilt import noise
 
-_SIGNS = 47  # Separates the random signs from the mask, which has the same seed.
-
 
 def padded(length: int) -> int:
     """Return the smallest power of two that is at least `length`, or 0 for an empty tensor."""
@@ -45,7 +43,16 @@ def rotate(values: Tensor, lengths: Sequence[int], seed: Tensor) -> Tensor:
 
 
 def unrotate(rotated: Tensor, lengths: Sequence[int], seed: Tensor) -> Tensor:
-    """Return the change that `rotate` was given. The arguments are those of `rotate`."""
+    """Return the change that `rotate` was given.
+
+    Args:
+        rotated: (padded value,) The rotated tensors, one after the other.
+        lengths: Number of values of every tensor before it was padded.
+        seed: () Seed of the random signs.
+
+    Returns:
+        (value,) The tensors, one after the other.
+    """
     sizes = [padded(length) for length in lengths]
     values = _transformed(rotated, sizes) * _signs(seed, rotated)
     return values[_places(lengths, sizes, rotated.device)]
@@ -83,7 +90,7 @@ def _transformed(values: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def _signs(seed: Tensor, like: Tensor) -> Tensor:
     """Return one random sign for each value of a padded change."""
-    hashes = noise.bits(noise.fold_in(seed, _SIGNS), len(like))
+    hashes = noise.bits(noise.fold_in(seed, noise.Stream.ROTATION_SIGNS), len(like))
     return 1 - 2 * (hashes < 0).to(like.dtype)
 
 

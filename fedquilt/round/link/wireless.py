@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.checks import one_of, within
 from fedquilt.round.link.columns import Loss
-from fedquilt.round.link.dealt import check_dealt, dealt, shown, take_lists
+from fedquilt.round.link.per_client import as_text, check_lengths, convert_lists, value_of
 
-Fading = Literal["rayleigh", "constant"]
-_SITE = 42
+Fading = Literal["rayleigh", "constant"]  # Distribution of a channel's gain |h|².
 
 
-def needed(bandwidth: float, noise_power: float, min_rate: float) -> float:
+def min_received_power(bandwidth: float, noise_power: float, min_rate: float) -> float:
     """Return the received power that a rate of `min_rate` needs: (N0 + I)·(2^(R_min/B) − 1).
 
     Args:
@@ -35,8 +35,8 @@ def needed(bandwidth: float, noise_power: float, min_rate: float) -> float:
     return noise_power * math.expm1(min(min_rate / bandwidth * math.log(2), 700.0))
 
 
-def outage_poisson(distance: float, power: float, exponent: float, needed: float) -> float:
-    """Return the outage probability without fading (equation 7): Pr{d > (P / needed)^(1/σ)}.
+def outage_poisson(distance: float, power: float, exponent: float, min_power: float) -> float:
+    """Return the outage probability without fading (equation 7): Pr{d > (P / min_power)^(1/σ)}.
 
     The distance d in metres is Poisson distributed.
 
@@ -44,17 +44,17 @@ def outage_poisson(distance: float, power: float, exponent: float, needed: float
         distance: Mean of the distance, in metres.
         power: P, in watts.
         exponent: σ of the path loss.
-        needed: Received power in watts below which a column is lost.
+        min_power: Received power in watts below which a column is lost.
     """
-    reach = math.floor((power / needed) ** (1 / exponent))
+    reach = math.floor((power / min_power) ** (1 / exponent))
     # Pr{d ≤ k} = Γ(k + 1, mean) / k!
     return float(
         torch.special.gammainc(torch.tensor(reach + 1.0).double(), torch.tensor(distance).double())
     )
 
 
-def outage_rayleigh(distance: float, power: float, exponent: float, needed: float) -> float:
-    """Return the outage probability under Rayleigh fading: Pr{|h|² < needed·d^σ / P}.
+def outage_rayleigh(distance: float, power: float, exponent: float, min_power: float) -> float:
+    """Return the outage probability under Rayleigh fading: Pr{|h|² < min_power·d^σ / P}.
 
     |h|² is exponentially distributed with mean 1, and the distance is fixed.
 
@@ -62,9 +62,9 @@ def outage_rayleigh(distance: float, power: float, exponent: float, needed: floa
         distance: d, in metres.
         power: P, in watts.
         exponent: σ of the path loss.
-        needed: Received power in watts below which a column is lost.
+        min_power: Received power in watts below which a column is lost.
     """
-    return -math.expm1(-needed * distance**exponent / power)
+    return -math.expm1(-min_power * distance**exponent / power)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Wireless(Loss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        take_lists(self, "distances")
+        convert_lists(self, "distances")
         within(
             self,
             bandwidth="[1, 1e12]",
@@ -106,24 +106,29 @@ class Wireless(Loss):
 
     def __str__(self) -> str:
         distance_text = (
-            f"at {shown(self.distances)} m" if self.distances else f"within {self.radius:g} m"
+            f"at {as_text(self.distances)} m" if self.distances else f"within {self.radius:g} m"
         )
         return f"columns lost by radio {distance_text}, {self.fading} fading"
 
+    @override
     def check(self, num_clients: int) -> None:
         if self.distances:
-            check_dealt(self, num_clients, "distances")
+            check_lengths(self, num_clients, "distances")
 
     def distance(self, client: int, seed: int) -> float:
         """Return the distance between a client and the server in metres."""
         if self.distances:
-            return dealt(self.distances, client)
-        fraction = noise.uniform(torch.tensor(noise.key(_SITE, seed, client)), (1,), torch.float64)
+            return value_of(self.distances, client)
+        key = torch.tensor(noise.key(noise.Stream.WIRELESS_DISTANCE, seed, client))
+        fraction = noise.uniform(key, (1,), torch.float64)
         # The square root makes clients uniform over the area of the disc.
         return max(1.0, self.radius * math.sqrt(float(fraction)))
 
+    @override
     def rates(self, client: int, seed: int) -> tuple[float, float]:
         outage = outage_rayleigh if self.fading == "rayleigh" else outage_poisson
-        min_power = needed(self.bandwidth, self.noise + self.interference, self.min_rate)
+        min_power = min_received_power(
+            self.bandwidth, self.noise + self.interference, self.min_rate
+        )
         rate = outage(self.distance(client, seed), self.power, self.exponent, min_power)
         return rate, rate

@@ -21,7 +21,7 @@ from fedquilt.tasks import Classification, Task
 if TYPE_CHECKING:
     from fedquilt.data import FederatedData
 
-Search = Literal["training", "evaluation"]
+Search = Literal["training", "evaluation"]  # Mode in which a net runs while it is attacked.
 _CHUNK = 4096  # Samples that are checked at once.
 _ROUNDING = 1e-6  # Tolerance for rounding, as when bytes become real numbers.
 
@@ -55,26 +55,28 @@ class PGD:
                 "range."
             )
 
-    def __call__(self, loss: Callable[[Tensor], Tensor], inputs: Tensor, drawn: Tensor) -> Tensor:
+    def __call__(
+        self, loss: Callable[[Tensor], Tensor], inputs: Tensor, start_noise: Tensor
+    ) -> Tensor:
         """Return the attacked samples.
 
         Args:
             loss: Function of samples. It may be a mean or a sum over samples, because only the sign
                 of its gradient is used.
             inputs: (sample, …) Samples to attack.
-            drawn: (sample, …) Random numbers in [0, 1) that give the starting point.
+            start_noise: (sample, …) Random numbers in [0, 1) that give the starting point.
         """
-        return self._climbed(grad(loss), inputs, drawn)
+        return self._climbed(grad(loss), inputs, start_noise)
 
-    def _climbed(self, slope: Callable[[Tensor], Tensor], inputs: Tensor, drawn: Tensor) -> Tensor:
+    def _climbed(
+        self, slope: Callable[[Tensor], Tensor], inputs: Tensor, start_noise: Tensor
+    ) -> Tensor:
         lower, upper = (
             (inputs + offset).clamp(self.low, self.high) for offset in (-self.eps, self.eps)
         )
-        attacked = (
-            (inputs + self.eps * (2 * drawn - 1)).clamp(self.low, self.high)
-            if self.start
-            else inputs
-        )
+        attacked = inputs
+        if self.start:
+            attacked = (inputs + self.eps * (2 * start_noise - 1)).clamp(self.low, self.high)
         for _ in range(self.steps):
             attacked = torch.minimum(
                 torch.maximum(attacked + self.step_size * slope(attacked).sign(), lower), upper
@@ -147,14 +149,13 @@ class PGD:
             )
         if not samples.numel():
             return
-        lowest, highest = float(samples.min()), float(samples.max())
+        lowest = float(samples.min())
+        highest = float(samples.max())
         if lowest < self.low - _ROUNDING or highest > self.high + _ROUNDING:
             raise DataError(
                 f"an attack was asked for that keeps samples in [{self.low:g}, {self.high:g}]; "
-                f"among {whose} are "
-                f"numbers from {lowest:.4g} to {highest:.4g}. {remedy}, or set the attack's low, "
-                "high, eps and size "
-                "in the data's unit."
+                f"among {whose} are numbers from {lowest:.4g} to {highest:.4g}. {remedy}, or set "
+                "the attack's low, high, eps and step_size in the data's unit."
             )
 
 

@@ -22,12 +22,6 @@ from fedquilt.units import sides
 if TYPE_CHECKING:
     from fedquilt.round.training.local import LocalTraining
 
-# Random streams of a step. Attacks have -3, weights of samples -4, and layers those from 1 on.
-_CROP = -1
-_FLIP = -2
-_INTENSITY = -5
-_NOISE = -6
-
 
 @dataclass(frozen=True)
 class Intensity:
@@ -57,12 +51,14 @@ class Intensity:
             )
         if self.scale or self.offset:
             samples = random.uniform(
-                random.fold_in(key, _INTENSITY), (2, len(inputs)), inputs.dtype
+                random.fold_in(key, random.Stream.INTENSITY), (2, len(inputs)), inputs.dtype
             )
             factors, offsets = (2 * samples - 1).reshape(2, -1, *[1] * (inputs.dim() - 1))
             inputs = inputs * (1 + self.scale * factors) + self.offset * offsets
         if self.noise:
-            samples = random.normal(random.fold_in(key, _NOISE), inputs.shape, inputs.dtype)
+            samples = random.normal(
+                random.fold_in(key, random.Stream.INTENSITY_NOISE), inputs.shape, inputs.dtype
+            )
             inputs = inputs + self.noise * samples
         return inputs
 
@@ -125,10 +121,10 @@ def moved(images: Tensor, local: LocalTraining, key: Tensor, padding: float = 0.
             f"has shape {tuple(images.shape[1:])}."
         )
     if local.crop:
-        images = _cropped(images, local.crop, random.fold_in(key, _CROP), padding)
+        images = _cropped(images, local.crop, random.fold_in(key, random.Stream.CROP), padding)
     if local.flip:
         axes = _flipped_axes(local.flip_axes, images.dim() - 2)
-        images = _flipped(images, axes, random.fold_in(key, _FLIP))
+        images = _flipped(images, axes, random.fold_in(key, random.Stream.FLIP))
     return images
 
 
@@ -161,22 +157,22 @@ def _flipped(images: Tensor, axes: tuple[int, ...], key: Tensor) -> Tensor:
     return images
 
 
-def _flipped_axes(asked: tuple[int, ...], dims: int) -> tuple[int, ...]:
+def _flipped_axes(flip_axes: tuple[int, ...], dims: int) -> tuple[int, ...]:
     """Return the dimensions of (sample, channel, *size) that are flipped.
 
     Args:
-        asked: Axes of the size, 0 for the first and -1 for the last. Empty: only the last.
+        flip_axes: Axes of the size, 0 for the first and -1 for the last. Empty: only the last.
         dims: Number of axes of the size.
     """
-    if unfit := [axis for axis in asked if not -dims <= axis < dims]:
+    if unfit := [axis for axis in flip_axes if not -dims <= axis < dims]:
         raise ConfigError(
-            f"flip_axes = {list(asked)} was asked for; images have {dims} axes, so that {unfit[0]} "
-            f"is none of them. 0 to {dims - 1} would fit, and -1 for the last."
+            f"flip_axes = {list(flip_axes)} was asked for; images have {dims} axes, so that "
+            f"{unfit[0]} is none of them. 0 to {dims - 1} would fit, and -1 for the last."
         )
-    axes = tuple(2 + axis % dims for axis in asked or (-1,))
+    axes = tuple(2 + axis % dims for axis in flip_axes or (-1,))
     if len(set(axes)) < len(axes):
         raise ConfigError(
-            f"flip_axes = {list(asked)} was asked for; images have {dims} axes, so that one of "
+            f"flip_axes = {list(flip_axes)} was asked for; images have {dims} axes, so that one of "
             "them is named twice. Name each once."
         )
     return axes
@@ -194,5 +190,5 @@ def check_augmentation(inputs: Tensor, targets: Tensor, local: LocalTraining, ta
     Raises:
         ConfigError: A setting does not fit the samples or their targets.
     """
-    key = torch.tensor(random.key(0), device=inputs.device)
+    key = torch.tensor(random.key(random.Stream.TRIAL_BATCH), device=inputs.device)
     augmented(inputs, targets, local, key, task)

@@ -6,16 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.errors import ConfigError, FedquiltError
 from fedquilt.errors.faults import is_out_of_memory
 from fedquilt.family.member import Member
 from fedquilt.names import said
 from fedquilt.round.training.learner import Learner
-from fedquilt.round.training.objectives import Objective, View
+from fedquilt.round.training.objectives import Objective
 from fedquilt.round.training.optimizers import State
 from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient, teach
+from fedquilt.round.training.view import View
 
 _PACKAGE = __name__.partition(".")[0]
 _WORKS = "A tensor with one real number works, of shape (), such as the mean over the samples."
@@ -79,7 +81,7 @@ def check_objectives(
 class _Recording(View):
     """A view that records the nets that are run."""
 
-    run: list[Member] = field(default_factory=list)
+    run: list[Member] = field(default_factory=list)  # Nets in the order of their runs
 
     def _run(self, net: Member) -> Tensor:
         self.run.append(net)
@@ -90,10 +92,11 @@ class _Recording(View):
 class _Checked(Objective):
     """A wrapper that checks an objective's loss and records the nets that it runs."""
 
-    objective: Objective
-    asked: str
-    run: list[Member] = field(default_factory=list)
+    objective: Objective  # Objective that is checked
+    request: str  # Beginning of error messages: what was asked for
+    run: list[Member] = field(default_factory=list)  # Nets in the order of their runs
 
+    @override
     def nets(self, member: Member) -> tuple[Member, ...]:
         return self.objective.nets(member)
 
@@ -102,36 +105,36 @@ class _Checked(Objective):
         loss: object = self.objective(_Recording(**values, run=self.run))
         if not isinstance(loss, Tensor):
             raise ConfigError(
-                f"{self.asked}, which returned {type(loss).__name__} {loss!r:.40}. {_WORKS} A "
-                "number that was taken "
-                "out of a tensor, as by `.item()`, has no gradient."
+                f"{self.request}, which returned {type(loss).__name__} {loss!r:.40}. {_WORKS} A "
+                "number that was taken out of a tensor, as by `.item()`, has no gradient."
             )
         if loss.shape or not loss.is_floating_point():
             raise ConfigError(
-                f"{self.asked}, which returned {loss.dtype} of shape {tuple(loss.shape)}. {_WORKS}"
+                f"{self.request}, which returned {loss.dtype} of shape {tuple(loss.shape)}. "
+                f"{_WORKS}"
             )
         return loss
 
 
-def _check_members(asked: str, named: object) -> None:
+def _check_members(request: str, named: object) -> None:
     """Refuse a result of `nets` that is not a tuple of members.
 
     Engines use the tuple as a key of dictionaries, which a list cannot be.
     """
     if not isinstance(named, tuple) or not all(isinstance(net, Member) for net in named):
         raise ConfigError(
-            f"{asked}; its `nets` returned {named!r:.80}. A tuple of members works, such as "
+            f"{request}; its `nets` returned {named!r:.80}. A tuple of members works, such as "
             "(member,)."
         )
 
 
-def _check_named(asked: str, named: tuple[Member, ...], run: list[Member]) -> None:
+def _check_named(request: str, named: tuple[Member, ...], run: list[Member]) -> None:
     """Refuse an objective that runs nets which its `nets` does not name.
 
     Costs and the plans of engines are derived from `nets`.
 
     Args:
-        asked: Beginning of the error message.
+        request: Beginning of the error message.
         named: Nets that the objective names.
         run: Nets that it has run.
     """
@@ -139,9 +142,9 @@ def _check_named(asked: str, named: tuple[Member, ...], run: list[Member]) -> No
     if missing:
         names = ", ".join(_net_name(net) for net in named) or "none"
         raise ConfigError(
-            f"{asked}, which ran {_net_name(missing[0])}; its `nets` names {names}. Costs and "
-            "memory are counted by "
-            f"`nets`: add {_code(missing[0])} to the tuple that nets(member) returns."
+            f"{request}, which ran {_net_name(missing[0])}; its `nets` names {names}. Costs and "
+            f"memory are counted by `nets`: add {_code(missing[0])} to the tuple that nets(member) "
+            "returns."
         )
 
 

@@ -20,7 +20,7 @@ from fedquilt.round.training.batches import itinerary
 from fedquilt.round.training.filters import All, Filter, Nothing
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import Objective, TaskLoss
-from fedquilt.round.training.optimizers import OptimiserState, State
+from fedquilt.round.training.optimizers import OptimizerState, State
 from fedquilt.round.training.passes import ClientPass
 from fedquilt.round.training.public import num_drawn
 from fedquilt.round.training.regions import Everywhere, Region, masks_of
@@ -31,7 +31,7 @@ from fedquilt.terms import Submodel
 if TYPE_CHECKING:
     from fedquilt.family.member import Member
 
-Freeze = Literal["update", "gradient"]
+Freeze = Literal["update", "gradient"]  # How weights are frozen. `Phase` explains it.
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class Learner:
     max_batches: int = 0  # Most batches of a round; 0: all of its epochs
     task: Task = Classification()  # Task of the run, whose loss objectives use
     # Share of the client's net, which the scaler divides by. It is ignored in comparisons, so that
-    # clients with equal members and different shares still train as one stack.
+    # clients with equal members and different shares still train as one stack (the test
+    # `test_clients_of_one_member_are_one_stack_whatever_their_shares`).
     share: float = field(default=1.0, compare=False)
 
     def __post_init__(self) -> None:
@@ -256,17 +257,17 @@ class Learner:
         """Return the net whose logits objectives see as `View.taught`, if `taught` is set."""
         return member.at(self.taught_by) if self.taught_by else member
 
-    def upload(self, member: Member, submodel: Submodel, held: Tensor) -> Submodel:
+    def upload(self, member: Member, submodel: Submodel, classes_present: Tensor) -> Submodel:
         """Return the positions that a client sends.
 
         Args:
             member: The client's net.
             submodel: Positions that the client holds.
-            held: (class,) True where the client has samples of the class.
+            classes_present: (class,) True where the client has samples of the class.
         """
         rows = {}
         if self.class_rows and member.class_rows:
-            rows["class"] = Positions.chosen(held.nonzero().flatten().tolist())
+            rows["class"] = Positions.chosen(classes_present.nonzero().flatten().tolist())
         return replace(submodel, index=Index({**submodel.index, **rows}))
 
     def masks(
@@ -323,17 +324,17 @@ class Learner:
             member, [len(rows) for rows in itinerary(count, self.lesson.local, 0)]
         )
 
-    def pass_macs(self, member: Member, own: int, public: int) -> int:
+    def pass_macs(self, member: Member, num_own: int, num_public: int) -> int:
         """Return the multiply-adds of the passes that are not steps.
 
         Args:
             member: The client's net.
-            own: Number of the client's samples.
-            public: Number of public samples.
+            num_own: Number of the client's samples.
+            num_public: Number of public samples.
         """
         return sum(
             client_pass.macs(member)
-            * (num_drawn(client_pass.draw, public) if client_pass.public else own)
+            * (num_drawn(client_pass.draw, num_public) if client_pass.public else num_own)
             for client_pass in self.passes
         )
 
@@ -343,7 +344,7 @@ class Learner:
             net_passes.macs for phase in phases for net_passes in phase.objective.passes(member)
         )
 
-    def start_slots(self, weights: State, member: Member) -> OptimiserState:
+    def start_slots(self, weights: State, member: Member) -> OptimizerState:
         """Return optimizer slots filled with zeros."""
         return {
             slot: {name: torch.zeros_like(weights[name]) for name in member.trainable}
@@ -373,21 +374,21 @@ def _held_names(norm: NormPolicy, member: Member) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
-def _sent_names(chosen: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
+def _sent_names(selection: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
     """Return the names that a filter selects for sending, without weights that are frozen here."""
     frozen = {*member.frozen}
     return tuple(
-        name for name in _shared_names(chosen, norm, member.unfrozen) if name not in frozen
+        name for name in _shared_names(selection, norm, member.unfrozen) if name not in frozen
     )
 
 
 @lru_cache(maxsize=256)
-def _shared_names(chosen: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
+def _shared_names(selection: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
     """Return the names that a filter selects, without those that the norm policy keeps local.
 
     They are in the order of `Learner.names`.
     """
-    names = chosen.names(member) - norm.kept(member)
+    names = selection.names(member) - norm.kept(member)
     return tuple(name for name in (*_moved_names(norm, member), *member.carried) if name in names)
 
 

@@ -9,27 +9,37 @@ from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import ConfigError
 from fedquilt.family.norms import BatchStatistics, NormPolicy, norm_policy
 from fedquilt.names import nearest
+from fedquilt.round.training.adversarial import Adversarial
 from fedquilt.round.training.attacks import AdversarialTraining
 from fedquilt.round.training.augmentation import Intensity
 from fedquilt.round.training.objectives import (
-    Adversarial,
     MaskedCrossEntropy,
     Objective,
     TaskLoss,
     Wrapping,
     around,
-    found_wrapper,
+    resolve_wrapper,
 )
 from fedquilt.round.training.optimizers import SGD, Adam, AdamW
 from fedquilt.round.training.schedules import Constant, Cosine, Steps, WithinRound
 
-LastBatch = Literal["keep", "drop", "merge"]
-Masked = Literal["", "client", "batch"]
+LastBatch = Literal["keep", "drop", "merge"]  # Treatment of a last batch that is not full.
+Masked = Literal["", "client", "batch"]  # Samples whose missing classes are masked. Empty: no mask.
 
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Settings of local training, the same for every method."""
+    """Settings of local training, which every method has as `local`.
+
+    A client trains `epochs` times over its samples in every round. It shuffles them in each epoch,
+    and takes one optimizer step per batch. `Method.with_local` changes settings of a method.
+
+    Example:
+        >>> import fedquilt as fq
+        >>> local = fq.LocalTraining(optimizer=fq.optimizers.Adam(), epochs=2)
+        >>> local.changed(lr=0.01, batch_size=64).optimizer.lr
+        0.01
+    """
 
     optimizer: SGD | Adam | AdamW = SGD()  # Optimizer that clients use
     # Schedule of the learning rate over the rounds
@@ -82,7 +92,7 @@ class LocalTraining:
             problems["norm"] = str(error)
         try:
             if self.objective is not None:
-                object.__setattr__(self, "objective", found_wrapper(self.objective))
+                object.__setattr__(self, "objective", resolve_wrapper(self.objective))
         except ConfigError as error:
             problems["objective"] = str(error)
         refuse(self, problems)
@@ -91,7 +101,7 @@ class LocalTraining:
         """Return the settings with some of them changed.
 
         Args:
-            **changes: New values by field. `lr` stands for the learning rate of the optimizer.
+            **changes: New values by field. `lr` is short for the learning rate of the optimizer.
         """
         names = [field.name for field in fields(self)]
         for name in changes:

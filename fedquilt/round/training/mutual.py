@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.checks import one_of, within
-from fedquilt.round.training.objectives import Passes, View, Wrapping, together
+from fedquilt.round.training.objectives import Passes, Wrapping, together
+from fedquilt.round.training.view import View
 from fedquilt.terms import WHOLE
 
 if TYPE_CHECKING:
     from fedquilt.family.member import Member
 
+# Distance between outputs: the task's divergence, or squares.
 Distance = Literal["divergence", "logits"]
 
 
@@ -31,8 +34,9 @@ class Mutual(Wrapping):
     temperature 1 where targets are classes. The weight w is 1 in the papers.
 
     Each loss treats the other net's output as a constant. So one backward pass through the sum
-    gives every weight the gradient of its own net's loss. Both losses are computed before either
-    net changes.
+    gives every weight the gradient of its own net's loss, as
+    `test_one_backward_pass_gives_the_gradients_of_equations_4_and_5_on_separate_nets` shows. Both
+    losses are computed before either net changes.
     """
 
     pair: tuple[str, str] = (WHOLE, WHOLE)  # Variants that learn together
@@ -55,6 +59,7 @@ class Mutual(Wrapping):
         """Return the variants that learn."""
         return self.learns or self.pair
 
+    @override
     def nets(self, member: Member) -> tuple[Member, ...]:
         pair = [member.at(variant) for variant in self.pair]
         wrapped = [
@@ -62,6 +67,7 @@ class Mutual(Wrapping):
         ]
         return tuple(dict.fromkeys((*pair, *wrapped)))
 
+    @override
     def passes(self, member: Member) -> tuple[Passes, ...]:
         """Return the passes of both nets. A fixed teacher only runs forward."""
         passes: list[Passes] = []
@@ -73,15 +79,17 @@ class Mutual(Wrapping):
                 passes.append(Passes(net, backward=0, saved=0))
         return together(passes)
 
+    @override
     def __call__(self, view: View) -> Tensor:
         losses: list[Tensor] = []
         for variant in self.students:
             (other_variant,) = (name for name in self.pair if name != variant)
-            student, teacher = view.member.at(variant), self._teacher(view, other_variant)
+            student = view.member.at(variant)
+            teacher = self._teacher(view, other_variant)
             outputs = view.logits(student)
-            student_view = replace(view, member=student, seen={})
+            student_view = replace(view, member=student, norm_statistics={})
             losses += (self.objective(student_view), self._apart(view, outputs, teacher))
-            view.seen |= student_view.seen
+            view.norm_statistics |= student_view.norm_statistics
             if not self.detach and len(self.students) == 1:
                 assert view.taught is not None, (
                     "a learner with `taught` has the logits from before the batch"

@@ -9,100 +9,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from fedquilt import noise
 from fedquilt.checks import within
 from fedquilt.errors import ConfigError
-from fedquilt.family.net import Pass
 from fedquilt.names import find, said
-from fedquilt.round.training.attacks import AdversarialTraining
-from fedquilt.round.training.optimizers import State
-from fedquilt.tasks import Classification, Task
-from fedquilt.terms import Slots, Weights
+from fedquilt.round.training.view import View
 
 if TYPE_CHECKING:
     from fedquilt.family.member import Member
 
-_LOT = -4  # Random stream of the per-sample weights.
-# Random stream of an attack. Augmentation has -1, -2, -5 and -6, layers those from 1 on.
-_START = -3
 RECEIVED = "received"  # Name of the copy of the weights that the round started from.
-
-
-@dataclass
-class View:
-    """One batch of one client as an objective sees it."""
-
-    member: Member  # The client's own net.
-    weights: State  # Its weights, by name.
-    inputs: Tensor  # (sample, …).
-    targets: Tensor  # (sample, …).
-    held: Tensor  # (class,) True where the client has samples of the class.
-    received: Weights  # Weights that the round started from.
-    mode: Pass  # How nets run.
-    key: Tensor  # Random key of the step.
-    # Logits of the client's net before this batch. None unless the learner sets `taught`.
-    taught: Tensor | None = None
-    known: dict[Member, Tensor] = field(default_factory=dict)  # Logits of nets that have been run.
-    seen: State = field(default_factory=dict)  # Norm statistics of the widest net that was run.
-    condition: Tensor | None = None  # (sample,) Robustness of each sample. None: that of the mode.
-    importance: Tensor | None = None  # (sample,) Factor of each sample's loss. None: 1.
-    share: float | Tensor = 1.0  # Share of the client's net, which the scaler divides by.
-    # Slots of the method, both received ones and the client's own.
-    slots: Slots = field(default_factory=dict)
-    task: Task = Classification()  # Task whose loss objectives use.
-
-    def logits(self, net: Member | None = None) -> Tensor:
-        """Run a net on the batch. Objectives of a sum that use the same net share the run.
-
-        Args:
-            net: The client's own net, or one nested in it. None: the client's own.
-
-        Returns:
-            The logits (sample, class, …).
-        """
-        net = self.member if net is None else net
-        if net not in self.known:
-            self.known[net] = self._run(net).movedim(net.class_dim, 1)
-        return self.known[net]
-
-    def through(self, robustness: float, **changes: Any) -> View:
-        """Return a view with another robustness of norms, and with changes such as other inputs."""
-        return replace(
-            self, mode=replace(self.mode, robustness=robustness), known={}, seen={}, **changes
-        )
-
-    def _run(self, net: Member) -> Tensor:
-        if net == self.member or (
-            net.share is None and set(net.arch.widths) <= set(self.member.arch.widths)
-        ):
-            # This is the client's own net, another variant of it, or one net of a pair. If several
-            # nets run the same norm, the statistics of the last run are kept.
-            logits, statistics = net.net(
-                self.weights, self.inputs, self.mode, self.key, self.condition, self.share
-            )
-            self.seen |= {
-                name: value for name, value in statistics.items() if name in self.member.statistics
-            }
-            return logits
-        narrowed = self.member.narrowed(self.weights, net)
-        share = 1.0 if net.share is None else net.share
-        return net.net(narrowed, self.inputs, self.mode, self.key, self.condition, share)[0]
-
-    def loss(self, outputs: Tensor) -> Tensor:
-        """Return the task's mean loss of outputs (sample, class, …), weighted by `importance`."""
-        return self.task.mean_loss(outputs, self.targets, self.importance)
 
 
 @dataclass(frozen=True)
 class Passes:
     """Number of times that one step of an objective runs a net, and what it keeps in memory."""
 
-    net: Member
+    net: Member  # Net that is run.
     forward: int = 1  # Forward passes.
     backward: int = 1  # Backward passes to the weights. Each costs two forward passes.
     to_samples: int = 0  # Backward passes to the samples only. Each costs one forward pass.
@@ -186,11 +114,13 @@ class TaskLoss(Objective):
 
     reads_its_nets_alone = True
 
+    @override
     def nets(self, member: Member) -> tuple[Member, ...]:
-        return (_net(member, self.share),)
+        return (net_at(member, self.share),)
 
+    @override
     def __call__(self, view: View) -> Tensor:
-        return view.loss(view.logits(_net(view.member, self.share)))
+        return view.loss(view.logits(net_at(view.member, self.share)))
 
 
 @dataclass(frozen=True)
@@ -207,15 +137,17 @@ class MaskedCrossEntropy(Objective):
 
     reads_its_nets_alone = True
 
+    @override
     def nets(self, member: Member) -> tuple[Member, ...]:
-        return (_net(member, self.share),)
+        return (net_at(member, self.share),)
 
+    @override
     def __call__(self, view: View) -> Tensor:
-        logits = view.logits(_net(view.member, self.share))
+        logits = view.logits(net_at(view.member, self.share))
         if not view.task.has_classes:
             return view.loss(logits)
         if self.by == "client":
-            present = view.held
+            present = view.classes_present
         else:
             classes = torch.arange(logits.shape[1], device=logits.device)
             present = (view.targets.reshape(-1, 1) == classes).any(0)
@@ -246,13 +178,16 @@ class Wrapping(Objective):
     # Objective that is wrapped. It is not a key in settings, because local training sets it.
     objective: Objective = field(default=TaskLoss(), metadata={"setting": False})
 
+    @override
     def nets(self, member: Member) -> tuple[Member, ...]:
         return self.objective.nets(member)
 
+    @override
     def passes(self, member: Member) -> tuple[Passes, ...]:
         return self.objective.passes(member)
 
     @property
+    @override
     def copies(self) -> frozenset[str]:
         return self.objective.copies
 
@@ -267,9 +202,11 @@ class Proximal(Wrapping):
         within(self, mu="[0, inf)")
 
     @property
+    @override
     def copies(self) -> frozenset[str]:
         return self.objective.copies | ({RECEIVED} if self.mu else frozenset())
 
+    @override
     def __call__(self, view: View) -> Tensor:
         loss = self.objective(view)
         if not self.mu:
@@ -282,178 +219,18 @@ class Proximal(Wrapping):
 
 
 @dataclass(frozen=True)
-class Adversarial(Wrapping):
-    """Equation 1 of Split-Mix: (1 − λn)·L(x) + λn·L(x + δ), where an attack finds δ.
-
-    Clean samples go through a net's clean norms. The attack and attacked samples go through the
-    robust norms (algorithm 4). Without dual norms this is the adversarial training of Madry et al.
-    (2018). If λn is drawn for every sample, the net gets it as an input, for the clean sample, the
-    attacked sample and the attack (OAT).
-    """
-
-    how: AdversarialTraining = AdversarialTraining()  # Weight and attack
-    raised: Objective = TaskLoss()  # Loss that the attack increases (algorithm 4, line 10)
-
-    def passes(self, member: Member) -> tuple[Passes, ...]:
-        """Return the passes over clean and attacked samples, and those of the attack."""
-        kinds = self._clean + self._noised
-        trained = tuple(net_passes.repeated(kinds) for net_passes in self.objective.passes(member))
-        if not self._noised:
-            return trained
-        steps = self.how.attack.steps
-        return (
-            *trained,
-            *(net_passes.searched(steps) for net_passes in self.raised.passes(member)),
-        )
-
-    @property
-    def copies(self) -> frozenset[str]:
-        return self.objective.copies | self.raised.copies
-
-    @property
-    def reads_its_nets_alone(self) -> bool:
-        return self.objective.reads_its_nets_alone and self.raised.reads_its_nets_alone
-
-    def __call__(self, view: View) -> Tensor:
-        weight: float | Tensor = self.how.all[0]
-        if self.how.draws:
-            weight = self.how.draw(noise.fold_in(view.key, _LOT), view.inputs)
-            view = replace(view, condition=weight)
-        losses = []
-        if self._clean:
-            clean = view.through(0.0)
-            losses.append(self._weighted(clean, 1 - weight))
-            view.seen.update(clean.seen)
-        if self._noised:
-            noised = view.through(
-                1.0, weights={**view.weights, **view.seen}, inputs=self._attacked(view)
-            )
-            losses.append(self._weighted(noised, weight))
-            view.seen.update(noised.seen)
-        return torch.stack(losses).sum()
-
-    def _weighted(self, view: View, weight: float | Tensor) -> Tensor:
-        """Return the objective times one weight for the batch, or with one for each sample."""
-        if not isinstance(weight, Tensor):
-            return weight * self.objective(view)
-        view.importance = weight
-        return self.objective(view)
-
-    @property
-    def _clean(self) -> bool:
-        return any(weight < 1 for weight in self.how.all)
-
-    @property
-    def _noised(self) -> bool:
-        return any(weight > 0 for weight in self.how.all)
-
-    def _attacked(self, view: View) -> Tensor:
-        """Return samples attacked for the present weights. No gradient flows through the attack."""
-        start_noise = noise.uniform(
-            noise.fold_in(view.key, _START), view.inputs.shape, view.inputs.dtype
-        )
-        weights = {**view.weights, **view.seen}  # Statistics of clean samples included.
-        still = view.through(1.0, weights={name: value.detach() for name, value in weights.items()})
-        still.mode = self._searching(still.mode)
-
-        def loss(inputs: Tensor) -> Tensor:
-            return self.raised(still.through(1.0, inputs=inputs))
-
-        return self.how.attack(loss, view.inputs, start_noise)
-
-    def _searching(self, mode: Pass) -> Pass:
-        """Return how nets run during an attack. Norms do not track statistics then."""
-        if self.how.search == "training":
-            return replace(mode, statistics="batch")
-        tracked = mode.statistics == "track"
-        return replace(mode, train=False, statistics="stored" if tracked else "batch")
-
-
-@dataclass(frozen=True)
-class Distilled(Objective):
-    """Distillation loss weight · KL(teacher ‖ nested net) (FedResCuE).
-
-    The teacher is the client's own net before this batch. For tasks without classes,
-    `Task.divergences` replaces KL.
-    """
-
-    share: float  # Share of the nested net that learns
-    weight: float = 1.0  # Factor of the loss. 0: no effect
-
-    reads_its_nets_alone = True
-
-    def nets(self, member: Member) -> tuple[Member, ...]:
-        return (_net(member, self.share),)
-
-    def __call__(self, view: View) -> Tensor:
-        assert view.taught is not None, (
-            "a learner with `taught` has the logits from before the batch"
-        )
-        logits = view.logits(_net(view.member, self.share))
-        divergences = view.task.divergences(logits, view.taught, view.targets)
-        # If no target counts, the sum is 0, and so is the mean.
-        return self.weight * divergences.sum() / view.task.counted(view.targets).sum().clamp(min=1)
-
-
-@dataclass(frozen=True)
-class FromTeacher(Objective):
-    """Base class of losses on public samples, with the teacher's rows as `View.taught`."""
-
-    reads_its_nets_alone = True
-
-    def nets(self, member: Member) -> tuple[Member, ...]:
-        return (member,)
-
-    def __call__(self, view: View) -> Tensor:
-        assert view.taught is not None, "a learner with a `teacher` has its rows"
-        return self.loss(view, view.logits(), view.taught)
-
-    @abstractmethod
-    def loss(self, view: View, logits: Tensor, rows: Tensor) -> Tensor:
-        """Return the loss of a batch, a scalar.
-
-        Args:
-            view: The batch.
-            logits: (sample, class, …) Logits of the net.
-            rows: (sample, …) Rows of the teacher.
-        """
-
-
-@dataclass(frozen=True)
-class Imitation(FromTeacher):
-    """KL(teacher ‖ net) at temperature 1, where the teacher's rows are logits (FedDF).
-
-    For tasks without classes, `Task.divergences` gives the distance instead, such as the squared
-    error for a regression.
-    """
-
-    def loss(self, view: View, logits: Tensor, rows: Tensor) -> Tensor:
-        divergences = view.task.divergences(logits, rows, view.targets)
-        return divergences.sum() / view.task.counted(view.targets).sum().clamp(min=1)
-
-
-@dataclass(frozen=True)
-class SoftLabels(FromTeacher):
-    """Cross-entropy −Σ p·log q, where the teacher's rows p are probabilities over classes (DS-FL).
-
-    A row of zeros has no effect.
-    """
-
-    def loss(self, view: View, logits: Tensor, rows: Tensor) -> Tensor:
-        return -(rows * logits.log_softmax(1)).sum(1).mean()
-
-
-@dataclass(frozen=True)
 class Summed(Objective):
     """Sum of several objectives, as slimmable training (Yu et al. 2018) has over widths."""
 
-    objectives: tuple[Objective, ...]
+    objectives: tuple[Objective, ...]  # Terms of the sum, each with factor 1
 
+    @override
     def nets(self, member: Member) -> tuple[Member, ...]:
         return tuple(
             dict.fromkeys(net for objective in self.objectives for net in objective.nets(member))
         )
 
+    @override
     def passes(self, member: Member) -> tuple[Passes, ...]:
         """Return the passes of all objectives. A net that several run on the batch runs once."""
         return together(
@@ -461,17 +238,21 @@ class Summed(Objective):
         )
 
     @property
+    @override
     def copies(self) -> frozenset[str]:
         return frozenset[str]().union(*(objective.copies for objective in self.objectives))
 
     @property
+    @override
     def terms(self) -> tuple[Objective, ...]:
         return tuple(term for objective in self.objectives for term in objective.terms)
 
     @property
+    @override
     def reads_its_nets_alone(self) -> bool:
         return all(objective.reads_its_nets_alone for objective in self.objectives)
 
+    @override
     def __call__(self, view: View) -> Tensor:
         return torch.stack([objective(view) for objective in self.objectives]).sum()
 
@@ -498,7 +279,7 @@ def _sum(terms: Sequence[Objective]) -> Objective:
     return terms[0] if len(terms) == 1 else Summed(tuple(terms))
 
 
-def _net(member: Member, share: float | None) -> Member:
+def net_at(member: Member, share: float | None) -> Member:
     """Return a client's own net, or the one nested in it at a share of the whole model."""
     return member if share is None else member.nested(share)
 
@@ -507,39 +288,38 @@ def _net(member: Member, share: float | None) -> Member:
 OBJECTIVES: dict[str, type[Wrapping]] = {"proximal": Proximal}
 
 
-def found_wrapper(given: object) -> Wrapping:
+def resolve_wrapper(value: object) -> Wrapping:
     """Return a wrapper, given the wrapper itself, its name, or `file.py:Class`.
 
     Raises:
         ConfigError: It is not a wrapper, or it already has an innermost objective, which the loss
             would replace.
     """
-    if isinstance(given, str):
-        kind = find(OBJECTIVES, given, "objective")
+    if isinstance(value, str):
+        kind = find(OBJECTIVES, value, "objective")
         try:
             wrapper = kind()
         except Exception as error:  # A user's class may raise anything.
             raise ConfigError(
-                f"{given!r} was called for a Wrapping and failed: {said(error)}"
+                f"{value!r} was called for a Wrapping and failed: {said(error)}"
             ) from error
-        return found_wrapper(wrapper)
-    if not isinstance(given, Wrapping):
-        value = f"the class {given.__name__}" if isinstance(given, type) else f"{given!r}"
+        return resolve_wrapper(wrapper)
+    if not isinstance(value, Wrapping):
+        text = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r}"
         names = ", ".join(map(repr, OBJECTIVES))
         raise ConfigError(
-            f"{value} was asked for; an instance of a class derived from Wrapping fits, such as "
-            "Proximal(mu=0.1), "
-            f"or its name: {names}, or 'file.py:Class'. Another objective is chosen in "
-            "`Method.learner`."
+            f"{text} was asked for; an instance of a class derived from Wrapping fits, such as "
+            f"Proximal(mu=0.1), or its name: {names}, or 'file.py:Class'. Another objective is "
+            "chosen in `Method.learner`."
         )
-    innermost = wrapped_chain(given)[-1].objective
+    innermost = wrapped_chain(value)[-1].objective
     if innermost != TaskLoss():
         raise ConfigError(
-            f"{type(given).__name__} was asked for around {innermost}; local training puts the "
-            "loss there, which the "
-            "other settings choose. Leave `objective` out of the innermost wrapper."
+            f"{type(value).__name__} was asked for around {innermost}; local training puts the "
+            "loss there, which the other settings choose. Leave `objective` out of the innermost "
+            "wrapper."
         )
-    return given
+    return value
 
 
 def wrapped_chain(outermost: Wrapping) -> list[Wrapping]:

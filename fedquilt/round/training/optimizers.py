@@ -13,8 +13,8 @@ from torch import Tensor
 from fedquilt.checks import within
 from fedquilt.errors import ConfigError
 
-State = dict[str, Tensor]
-OptimiserState = dict[str, State]
+State = dict[str, Tensor]  # Tensors by the name of the weight.
+OptimizerState = dict[str, State]  # Slots of an optimizer, by slot and name.
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
@@ -31,11 +31,23 @@ class Optimizer(Protocol):
     ages: ClassVar[bool]  # True: a step depends on the number of steps before it
 
     @property
-    def slots(self) -> tuple[str, ...]: ...
+    def slots(self) -> tuple[str, ...]:
+        """Return the names of the tensors that it keeps for every weight, such as `momentum`."""
+        ...
 
     def update(
-        self, weights: State, slots: OptimiserState, grads: State, lr: float | Tensor, step: int
-    ) -> tuple[State, OptimiserState]: ...
+        self, weights: State, slots: OptimizerState, grads: State, lr: float | Tensor, step: int
+    ) -> tuple[State, OptimizerState]:
+        """Return new weights and slots. Arguments are not modified.
+
+        Args:
+            weights: Weights by name. Those without a gradient are ignored.
+            slots: Tensors of the optimizer, by slot and name.
+            grads: Gradients by name.
+            lr: Learning rate: a number, or () or (client,) in a tensor.
+            step: Number of steps before this one. It has no effect unless `ages` is True.
+        """
+        ...
 
     def update_(
         self,
@@ -55,7 +67,15 @@ class Optimizer(Protocol):
             step: () Number of this step, counted from 1.
         """
 
-    def effective_steps(self, factors: Sequence[float], lr: float, mu: float) -> float: ...
+    def effective_steps(self, factors: Sequence[float], lr: float, mu: float) -> float:
+        """Return FedNova's effective step count ‖a_i‖₁ of a client's round.
+
+        Args:
+            factors: Factor of the learning rate in each step. 1 has no effect.
+            lr: Learning rate η of the round.
+            mu: Weight of the proximal term. 0: none.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +88,7 @@ class SGD:
     weight_decay: float = 0.0  # Weight decay, added to the gradient; 0: none
     clip: float = 0.0  # Bound on the norm of the whole gradient; 0: none
 
-    ages: ClassVar[bool] = False
+    ages: ClassVar[bool] = False  # A step does not depend on its number
 
     def __post_init__(self) -> None:
         within(self, lr="(0, inf)", momentum="[0, 1)", weight_decay="[0, inf)", clip="[0, inf)")
@@ -80,25 +100,27 @@ class SGD:
 
     @property
     def slots(self) -> tuple[str, ...]:
+        """Return `momentum`, or nothing if there is no momentum."""
         return ("momentum",) if self.momentum else ()
 
     def update(
-        self, weights: State, slots: OptimiserState, grads: State, lr: float | Tensor, step: int
-    ) -> tuple[State, OptimiserState]:
+        self, weights: State, slots: OptimizerState, grads: State, lr: float | Tensor, step: int
+    ) -> tuple[State, OptimizerState]:
+        """Return new weights and slots, as `Optimizer.update` describes."""
         names = list(grads)
-        change, values = [grads[n] for n in names], [weights[n] for n in names]
+        change = [grads[n] for n in names]
+        values = [weights[n] for n in names]
         if self.weight_decay:
             change = list(torch._foreach_add(change, values, alpha=self.weight_decay))
-        new_slots: OptimiserState = {}
+        new_slots: OptimizerState = {}
         if self.momentum:
             buffers = list(torch._foreach_mul([slots["momentum"][n] for n in names], self.momentum))
             torch._foreach_add_(buffers, change)
             new_slots["momentum"] = dict(zip(names, buffers, strict=True))
-            change = (
-                list(torch._foreach_add(change, buffers, alpha=self.momentum))
-                if self.nesterov
-                else buffers
-            )
+            if self.nesterov:
+                change = list(torch._foreach_add(change, buffers, alpha=self.momentum))
+            else:
+                change = buffers
         if isinstance(lr, Tensor):
             moved = torch._foreach_add(values, _scaled(change, -lr))
         else:
@@ -113,6 +135,7 @@ class SGD:
         lr: Tensor,
         step: Tensor,
     ) -> None:
+        """Update tensors in-place and in one kernel, as `Optimizer.update_` describes."""
         torch._fused_sgd_(
             weights,
             grads,
@@ -160,7 +183,7 @@ class Adam:
     weight_decay: float = 0.0  # Weight decay, added to the gradient; 0: none
     clip: float = 0.0  # Bound on the norm of the whole gradient; 0: none
 
-    ages: ClassVar[bool] = True
+    ages: ClassVar[bool] = True  # The bias correction depends on the number of the step
 
     def __post_init__(self) -> None:
         within(
@@ -175,17 +198,20 @@ class Adam:
 
     @property
     def slots(self) -> tuple[str, ...]:
+        """Return `mean` and `square`, the running means of gradients and of their squares."""
         return ("mean", "square")
 
     def update(
-        self, weights: State, slots: OptimiserState, grads: State, lr: float | Tensor, step: int
-    ) -> tuple[State, OptimiserState]:
+        self, weights: State, slots: OptimizerState, grads: State, lr: float | Tensor, step: int
+    ) -> tuple[State, OptimizerState]:
+        """Return new weights and slots, as `Optimizer.update` describes."""
         names = list(grads)
         values, change = self._decayed([weights[n] for n in names], [grads[n] for n in names], lr)
         means = torch._foreach_lerp([slots["mean"][n] for n in names], change, 1 - self.beta1)
         squares = list(torch._foreach_mul([slots["square"][n] for n in names], self.beta2))
         torch._foreach_addcmul_(squares, change, change, 1 - self.beta2)
-        bias1, bias2 = 1 - self.beta1 ** (step + 1), 1 - self.beta2 ** (step + 1)
+        bias1 = 1 - self.beta1 ** (step + 1)
+        bias2 = 1 - self.beta2 ** (step + 1)
         scale = list(torch._foreach_sqrt(squares))
         torch._foreach_div_(scale, math.sqrt(bias2))
         torch._foreach_add_(scale, self.eps)
@@ -217,6 +243,7 @@ class Adam:
         lr: Tensor,
         step: Tensor,
     ) -> None:
+        """Update tensors in-place and in one kernel, as `Optimizer.update_` describes."""
         self._fused(
             weights,
             grads,
@@ -238,10 +265,10 @@ class Adam:
         return torch._fused_adam_
 
     def effective_steps(self, factors: Sequence[float], lr: float, mu: float) -> float:
+        """Raise an error, because FedNova's count is defined for SGD only."""
         raise ConfigError(
             f"FedNova was asked to normalize steps of {type(self).__name__}; its effective step "
-            "count is defined for "
-            "SGD. Use SGD locally, or another method."
+            "count is defined for SGD. Use SGD locally, or another method."
         )
 
 

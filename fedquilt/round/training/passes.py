@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.func import grad
+from typing_extensions import override
 
 from fedquilt.family.net import Pass
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import Objective, Passes, TaskLoss, View
+from fedquilt.round.training.objectives import Objective, Passes, TaskLoss
 from fedquilt.round.training.optimizers import State
+from fedquilt.round.training.view import View
 from fedquilt.terms import Weights
 
 if TYPE_CHECKING:
@@ -85,15 +87,19 @@ class GradientPass(ClientPass):
     name: str = "gradient"
     objective: Objective = TaskLoss()  # Objective whose gradient is taken
 
+    @override
     def passes(self, member: Member) -> tuple[Passes, ...]:
         return self.objective.passes(member)
 
+    @override
     def __call__(self, view: View) -> State:
         moving = {name: view.weights[name] for name in view.member.trainable}
 
         def loss_of(weights: State) -> Tensor:
             return self.objective(
-                replace(view, weights={**view.weights, **weights}, known={}, seen={})
+                replace(
+                    view, weights={**view.weights, **weights}, logits_by_net={}, norm_statistics={}
+                )
             )
 
         gradients: State = grad(loss_of)(moving)
@@ -107,12 +113,14 @@ class LossPass(ClientPass):
     name: str = "loss"
     objective: Objective = TaskLoss()  # Objective that is evaluated
 
+    @override
     def passes(self, member: Member) -> tuple[Passes, ...]:
         # No gradient of weights is needed. Passes of an attack on the samples are still counted.
         return tuple(
             replace(net_passes, backward=0) for net_passes in self.objective.passes(member)
         )
 
+    @override
     def __call__(self, view: View) -> State:
         return {"loss": self.objective(view)}
 
@@ -129,25 +137,32 @@ class LogitsPass(ClientPass):
     size: int = 0  # Samples that run at once; 0: as many as in training
 
     @property
+    @override
     def draw(self) -> int:
         return self.samples
 
+    @override
     def batch_size(self, local: LocalTraining) -> int:
         return self.size or local.batch_size
 
     @property
+    @override
     def public(self) -> bool:
         return True
 
+    @override
     def mode(self, local: LocalTraining) -> Pass:
         return Pass(train=False, statistics="stored" if local.norm.tracks else "batch")
 
+    @override
     def passes(self, member: Member) -> tuple[Passes, ...]:
         return (Passes(member, backward=0),)
 
+    @override
     def __call__(self, view: View) -> State:
         return {"logits": view.logits()}
 
+    @override
     def merged(self, parts: Sequence[Weights], sizes: Sequence[int]) -> State:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -161,15 +176,19 @@ class StatisticsPass(ClientPass):
 
     name: str = "statistics"
 
+    @override
     def mode(self, local: LocalTraining) -> Pass:
         return Pass(statistics="measure")
 
+    @override
     def passes(self, member: Member) -> tuple[Passes, ...]:
         return (Passes(member, backward=0),)
 
+    @override
     def __call__(self, view: View) -> State:
         view.logits()
-        return dict(view.seen)
+        return dict(view.norm_statistics)
 
+    @override
     def merged(self, parts: Sequence[Weights], sizes: Sequence[int]) -> State:
         return super().merged(parts, [1] * len(parts))

@@ -10,7 +10,6 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.terms import Extras
 
-_DRAW = 51  # Random stream of the public samples of a round.
 # Ending of the extra with the positions of the public samples that rows are about.
 POSITIONS = "/positions"
 ROUND = "/round"  # Ending of the extra with the round whose draw the rows are about.
@@ -37,7 +36,8 @@ def drawn_positions(seed: int, round: int, draw: int, num_public: int) -> Tensor
     """
     if num_drawn(draw, num_public) == num_public:
         return torch.arange(num_public)
-    return noise.order(noise.key(_DRAW, seed, round), num_public)[:draw].sort().values
+    order = noise.order(noise.key(noise.Stream.PUBLIC_DRAW, seed, round), num_public)
+    return order[:draw].sort().values
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def public_rows(name: str, extras: Extras, seed: int, like: Tensor) -> PublicRow
         seed: Seed of the run.
         like: (public sample, …) Zeros in the shape of the table.
     """
-    num_public, rows = len(like), extras.get(name)
+    num_public = len(like)
+    rows = extras.get(name)
     if rows is None:
         return PublicRows(torch.arange(0), like)
     if name + POSITIONS in extras:

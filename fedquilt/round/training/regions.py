@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.family.cut import inside
 
@@ -15,54 +17,61 @@ if TYPE_CHECKING:
     from fedquilt.family.member import Member
 
 
-class Region(Protocol):
-    """Contract of a region: the positions of a member that a phase may change.
+class Region(ABC):
+    """Base class of regions: the positions of a member that a phase may change.
 
-    `mask` returns True (all positions of a weight), False (none), or a boolean tensor.
+    Regions are frozen dataclasses, because masks are cached by region.
     """
 
-    def __hash__(self) -> int: ...
+    @abstractmethod
+    def mask(self, member: Member, name: str) -> Tensor | bool:
+        """Return the positions of one weight that may change.
 
-    def mask(self, member: Member, name: str) -> Tensor | bool: ...
+        The result is True (all positions), False (none), or a boolean tensor of the weight's shape.
+        """
 
 
 @dataclass(frozen=True)
-class Everywhere:
+class Everywhere(Region):
     """All positions."""
 
+    @override
     def mask(self, member: Member, name: str) -> Tensor | bool:
         return True
 
 
 @dataclass(frozen=True)
-class Between:
+class Between(Region):
     """Positions inside the sub-model of share `outer` and outside that of share `inner`."""
 
     inner: float = 0.0  # Share whose positions are left out. 0: none are left out.
     outer: float = 1.0  # Share whose positions are included.
 
+    @override
     def mask(self, member: Member, name: str) -> Tensor | bool:
         outer = _inside(member, name, self.outer)
         return outer & ~_inside(member, name, self.inner) if self.inner else outer
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(Region):
     """A named part of the model, such as `norm`, or everything else."""
 
-    name: str
+    name: str  # Name of the part.
     other: bool = False  # True: everything except the part.
 
+    @override
     def mask(self, member: Member, name: str) -> Tensor | bool:
         return (name in member.parts[self.name]) != self.other
 
 
 @dataclass(frozen=True)
-class WithinVariant:
+class WithinVariant(Region):
     """The weights of one variant of the client's net."""
 
-    variant: str
+    variant: str  # Name of the variant.
 
+    @override
     def mask(self, member: Member, name: str) -> Tensor | bool:
         return name in member.at(self.variant).names
 

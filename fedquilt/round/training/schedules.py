@@ -8,13 +8,15 @@ from typing import Literal, Protocol
 
 from fedquilt.checks import one_of, refuse, whole, within
 
-Decay = Literal["constant", "cosine", "linear"]
+Decay = Literal["constant", "cosine", "linear"]  # Shape of a falling learning rate.
 
 
 class Schedule(Protocol):
-    """Contract of a schedule: the factor of the learning rate in a round, counted from 0."""
+    """Contract of a schedule of the learning rate over the rounds of a run."""
 
-    def __call__(self, round: int) -> float: ...
+    def __call__(self, round: int) -> float:
+        """Return the factor of the learning rate in a round, counted from 0."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Constant:
     """The same learning rate in every round."""
 
     def __call__(self, round: int) -> float:
+        """Return 1."""
         return 1.0
 
 
@@ -36,6 +39,7 @@ class Steps:
         within(self, milestones="[0, inf)", factor="(0, inf)")
 
     def __call__(self, round: int) -> float:
+        """Return `factor` to the power of the number of milestones so far."""
         return self.factor ** sum(round >= milestone for milestone in self.milestones)
 
 
@@ -49,6 +53,7 @@ class Cosine:
         within(self, rounds="[1, inf)")
 
     def __call__(self, round: int) -> float:
+        """Return (1 + cos(π · round / rounds)) / 2, and 0 after `rounds`."""
         return _half_cosine(min(round, self.rounds), self.rounds)
 
 
@@ -90,14 +95,12 @@ class WithinRound:
         if self.warmup_steps and self.warmup_share:
             problems["warmup_share"] = (
                 f"{self.warmup_share} was asked for beside warmup_steps = {self.warmup_steps}; one "
-                "of them says how "
-                "long the warm-up is, and the other must be 0."
+                "of them says how long the warm-up is, and the other must be 0."
             )
         if self.final and self.shape == "constant":
             problems["final"] = (
                 f"{self.final} was asked for with shape = 'constant', which does not fall; shape = "
-                "'cosine' or "
-                "'linear' would work."
+                "'cosine' or 'linear' would work."
             )
         refuse(self, problems)
 
@@ -114,7 +117,8 @@ class WithinRound:
         if self.shape == "constant":
             return 1.0
 
-        done, falling = step - warmup, steps - warmup
+        done = step - warmup
+        falling = steps - warmup
         decay = _half_cosine(done, falling) if self.shape == "cosine" else 1 - done / falling
         return self.final + (1 - self.final) * decay
 

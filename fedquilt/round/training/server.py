@@ -17,10 +17,9 @@ from fedquilt.terms import Server, Submodel
 if TYPE_CHECKING:
     from fedquilt.round.students import Students
 
-StopBy = Literal["agreement", "labels"]
+StopBy = Literal["agreement", "labels"]  # Measure of the server's progress.
 MIN_PUBLIC = 4  # Public samples that a server needs: two to train on, and two that it holds back.
 TEACHER = "teacher"  # Extra that students receive: the teacher's rows.
-_SPLIT = 48  # Random stream that decides which public samples are held back.
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class ServerTraining:
             num_samples: Number of public samples.
             seed: Random seed of the run.
         """
-        order = noise.order(noise.key(_SPLIT, seed), num_samples)
+        order = noise.order(noise.key(noise.Stream.SERVER_SPLIT, seed), num_samples)
         count = max(2, round(num_samples * self.held_back))
         return order[count:].sort().values, order[:count].sort().values
 

@@ -92,12 +92,12 @@ class MethodState:
     def __post_init__(self) -> None:
         problems = {}
         for kind in ("slots", "extras"):
-            down, kept_names = getattr(self, f"{kind}_down"), getattr(self, f"{kind}_kept")
+            down = getattr(self, f"{kind}_down")
+            kept_names = getattr(self, f"{kind}_kept")
             if shared := set(down) & set(kept_names):
                 problems[f"{kind}_kept"] = (
                     f"{sorted(shared)} is among {kind}_down as well; a client cannot tell the "
-                    "server's from its own. "
-                    "Another name would work."
+                    "server's from its own. Another name would work."
                 )
         if clash := {*self.slots_down, *self.slots_kept} & set(LINK_SLOTS):
             problems["slots"] = (

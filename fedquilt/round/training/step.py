@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,11 @@ from torch.func import grad, vmap
 from fedquilt.family.net import Pass
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import Objective, View
-from fedquilt.round.training.optimizers import OptimiserState, State
+from fedquilt.round.training.objectives import Objective
+from fedquilt.round.training.optimizers import OptimizerState, State
 from fedquilt.round.training.passes import ClientPass
 from fedquilt.round.training.state import Received
+from fedquilt.round.training.view import View
 
 if TYPE_CHECKING:
     from fedquilt.family.grouped import GroupedNet
@@ -93,7 +94,10 @@ def gradient(
             task=learner.task,
         )
         loss = objective(view)
-        return loss, (loss.detach(), {name: value.detach() for name, value in view.seen.items()})
+        return loss, (
+            loss.detach(),
+            {name: value.detach() for name, value in view.norm_statistics.items()},
+        )
 
     grads, aux = grad(loss_of, has_aux=True)(moving)
     return grads, aux
@@ -102,7 +106,7 @@ def gradient(
 def run_pass(
     learner: Learner,
     member: Member,
-    one: ClientPass,
+    client_pass: ClientPass,
     state: State,
     received: Received,
     batch: Batch,
@@ -112,7 +116,7 @@ def run_pass(
     Args:
         learner: Settings of training, and the task.
         member: The client's net.
-        one: The pass.
+        client_pass: The pass.
         state: Weights of the client, by name.
         received: Weights and slots that the client started from.
         batch: The batch.
@@ -123,14 +127,14 @@ def run_pass(
         state,
         *sample,
         received.weights,
-        one.mode(learner.local),
+        client_pass.mode(learner.local),
         batch.key,
         batch.taught,
         share=batch.share,
         slots=received.slots,
         task=learner.task,
     )
-    return {name: value.detach() for name, value in one(view).items()}
+    return {name: value.detach() for name, value in client_pass(view).items()}
 
 
 def clipped(grads: State, clip: float) -> State:
@@ -147,7 +151,7 @@ def clipped(grads: State, clip: float) -> State:
     return {name: g * factor for name, g in grads.items()}
 
 
-def laid_gradient(
+def grouped_gradient(
     learner: Learner,
     member: Member,
     objective: Objective,
@@ -171,16 +175,16 @@ def laid_gradient(
     moving = {name: state[name] for name in member.trainable}
     fixed = {name: value for name, value in state.items() if name not in moving}
 
-    def one(
+    def loss_of_client(
         weights: State,
         received: Received,
-        own: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        client_batch: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         taught: Tensor | None,
         logits: Tensor | None,
     ) -> Tensor:
-        inputs, targets, held, key, share = own
-        known = {} if logits is None else {member: logits}
-        sample = inputs, targets, held
+        inputs, targets, classes_present, key, share = client_batch
+        logits_by_net = {} if logits is None else {member: logits}
+        sample = inputs, targets, classes_present
         view = View(
             member,
             weights,
@@ -189,7 +193,7 @@ def laid_gradient(
             mode,
             key,
             taught,
-            known,
+            logits_by_net,
             share=share,
             slots=received.slots,
             task=learner.task,
@@ -201,29 +205,39 @@ def laid_gradient(
         if member in objective.nets(member):
             shares = batch.share if mode.scaler else None
             logits = net({**weights, **fixed}, batch.inputs, member.class_dim, shares)
-        own = (batch.inputs, batch.targets, batch.held, batch.key, batch.share)
+        client_batch = (batch.inputs, batch.targets, batch.held, batch.key, batch.share)
         dims = (0, 0, 0, None if batch.taught is None else 0, None if logits is None else 0)
-        losses = vmap(one, dims)({**weights, **fixed}, received, own, batch.taught, logits)
+        losses = vmap(loss_of_client, dims)(
+            {**weights, **fixed}, received, client_batch, batch.taught, logits
+        )
         return losses.sum(), losses.detach()  # A client's weights only affect its own loss.
 
     grads, losses = grad(loss_of, has_aux=True)(moving)
     return grads, (losses, {})
 
 
+class Step(NamedTuple):
+    """Number and learning rate of one optimizer step."""
+
+    number: int  # Number of the client's optimizer steps before this one.
+    # Learning rate of the batch, or (client,) those of a stack. None: that of the round.
+    rate: float | Tensor | None = None
+
+
 def move(
     learner: Learner,
     phase: Phase,
     state: State,
-    slots: OptimiserState,
+    slots: OptimizerState,
     grads: State,
     masks: Mapping[str, Tensor | bool],
-    step: int,
-    rate: float | Tensor | None = None,
-) -> tuple[State, OptimiserState]:
+    step: Step,
+) -> tuple[State, OptimizerState]:
     """Apply the gradient of a phase at the positions that the phase may change.
 
     At other positions, weights *and slots* keep their exact values. It would not be enough to mask
-    gradients, because momentum and weight decay change a weight whose gradient is zero.
+    gradients, because momentum and weight decay change a weight whose gradient is zero. The test
+    `test_a_phase_leaves_what_it_may_not_move_bit_for_bit` shows it.
 
     Args:
         learner: Provides the optimizer.
@@ -232,8 +246,7 @@ def move(
         slots: Slots of the optimizer.
         grads: Gradients by name.
         masks: Masks of the positions that may change, by name.
-        step: Number of optimizer steps before this one.
-        rate: Learning rate of this batch, or (client,) those of a stack. None: that of the round.
+        step: Number of the step, and its learning rate.
     """
     if phase.freeze == "gradient":
         grads = {name: g if masks[name] is True else g * masks[name] for name, g in grads.items()}
@@ -241,8 +254,8 @@ def move(
     free = {name: g for name, g in grads.items() if masks[name] is not False}
     if not free:
         return state, slots
-    lr = learner.lr if rate is None else rate
-    moved, new_slots = learner.local.optimizer.update(state, slots, free, lr, step)
+    lr = learner.lr if step.rate is None else step.rate
+    moved, new_slots = learner.local.optimizer.update(state, slots, free, lr, step.number)
     for name in free:
         mask = masks[name]
         if isinstance(mask, Tensor):

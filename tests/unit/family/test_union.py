@@ -19,7 +19,8 @@ from fedquilt.family.net import Pass
 from fedquilt.family.nets import Nets
 from fedquilt.family.variants import joined
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.objectives import Objective, Passes, View
+from fedquilt.round.training.objectives import Objective, Passes
+from fedquilt.round.training.view import View
 from tests.conftest import Perceptron
 
 EXAMPLE = torch.zeros(2, 4)

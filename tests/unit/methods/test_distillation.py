@@ -34,7 +34,7 @@ def start(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_public_samples_that_are_missing_are_asked_for(kind, perceptron, make_data):
+def test_missing_public_samples_are_reported(kind, perceptron, make_data):
     message = (
         rf"{kind.__name__} was asked for, which needs at least 4 public samples without labels; "
         r"data has none\. "

@@ -182,7 +182,7 @@ def test_masks_of_another_size_than_the_inputs_cannot_be_cropped():
         ),
     ],
 )
-def test_settings_that_cannot_be_are_refused(options, message):
+def test_impossible_settings_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         LocalTraining(**options)
     with pytest.raises(ConfigError, match=r"scale = 2.0 was asked for; it must lie in \[0, 1\]"):

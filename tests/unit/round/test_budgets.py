@@ -28,7 +28,7 @@ from fedquilt.methods import (
     SplitMix,
 )
 from fedquilt.round.budgets import check_budgets, planned
-from fedquilt.round.evaluate import members_by_share
+from fedquilt.round.deployed import members_by_share
 from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.objectives import TaskLoss, Wrapping, together
@@ -61,7 +61,7 @@ def test_steps_by_method(residual):
     )
 
 
-def test_attacked_samples_have_activations_of_their_own(residual):
+def test_attacked_samples_have_separate_activations(residual):
     def local(weight: float) -> fq.LocalTraining:
         return fq.LocalTraining(adversarial=fq.attacks.AdversarialTraining(weight))
 
@@ -318,7 +318,7 @@ def test_groups_are_compared_by_the_product_with_what_is_inside():
     )
 
 
-def test_every_net_is_allowed_the_least_width_of_an_axis():
+def test_every_net_may_have_the_least_width_of_an_axis():
     class Squeezed(nn.Module):
         def forward(self, x):
             return x.squeeze()
@@ -355,20 +355,20 @@ def test_a_plan_is_compared_once_for_each_budget(perceptron, make_data, monkeypa
 @pytest.mark.parametrize(
     "method", [FedAvg(), FedBN(), FedAvg(share=0.5)], ids=["fedavg", "fedbn", "half"]
 )
-def test_a_method_that_ignores_budgets_says_on_how_many_devices(
+def test_a_method_that_ignores_budgets_reports_the_number_of_devices(
     method, perceptron, play, make_data, caplog
 ):
     run = play(method, perceptron, make_data(perceptron, (6,) * 5), (1.0, 0.5, 0.2), rounds=2)
     small = 1 if getattr(method, "share", 1.0) < 1 else 3
-    told = f"{small} of 5 devices cannot hold the net that they train"
+    note = f"{small} of 5 devices cannot hold the net that they train"
     assert [r.getMessage() for r in caplog.records] == [
-        f"{type(method).__name__} ignores budgets: {told}."
+        f"{type(method).__name__} ignores budgets: {note}."
     ]
     assert run.summary["note"].startswith("every client trains share")
-    assert run.summary["note"].endswith(told)
+    assert run.summary["note"].endswith(note)
 
 
-def test_devices_are_counted_and_reported_once_however_often_a_run_is_trained(
+def test_devices_are_counted_and_reported_once_even_if_a_run_is_trained_twice(
     perceptron, make_data, caplog
 ):
     counted = []
@@ -386,11 +386,11 @@ def test_devices_are_counted_and_reported_once_however_often_a_run_is_trained(
     assert len(set(counted)) == 64
     for rounds in (1, 2, 3):
         run.train(rounds)
-    told = "99 of 100 devices cannot hold the net that they train"
+    note = "99 of 100 devices cannot hold the net that they train"
     assert [record.getMessage() for record in caplog.records] == [
-        f"Counted ignores budgets: {told}."
+        f"Counted ignores budgets: {note}."
     ]
-    assert run.note.endswith(told)
+    assert run.note.endswith(note)
 
 
 def test_devices_are_counted_that_cannot_hold_a_model_once_it_has_grown(make_data):
@@ -402,7 +402,7 @@ def test_devices_are_counted_that_cannot_hold_a_model_once_it_has_grown(make_dat
     assert run.note.endswith("2 of 4 devices cannot hold the net that they train")
 
 
-def test_nothing_is_said_where_every_device_holds_the_net(perceptron, play, make_data, caplog):
+def test_no_note_is_written_if_every_device_holds_the_net(perceptron, play, make_data, caplog):
     run = play(FedAvg(), perceptron, make_data(perceptron, (6,) * 3), rounds=1)
     assert not caplog.text
     assert run.summary["note"] == FedAvg().note
@@ -458,7 +458,7 @@ def test_an_empty_plan_is_refused_unless_the_method_skips_clients(perceptron, pl
     assert run.records[-1].loss > 0
 
 
-def test_a_skipped_client_has_no_net_of_its_own_to_be_tested(perceptron, play, make_data):
+def test_a_skipped_client_has_no_own_net_to_test(perceptron, play, make_data):
     class Personal(LocalOnly):
         skips_clients = True
 

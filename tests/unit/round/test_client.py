@@ -1,6 +1,4 @@
-"""What one client does: the order of its steps, and what an engine may report about clients that
-are not there.
-"""
+"""The steps of one client in order, and clients that an engine reports as missing."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ STEPS = {
 
 
 def entered(action: Callable[[], object]) -> list[tuple[str, str]]:
-    """Return (file, function) of every call into the package, in order; files are relative to it."""
+    """Return (file relative to the package, function) of every call into it, in order."""
     calls: list[tuple[str, str]] = []
 
     def profile(frame: FrameType, event: str, _: object) -> None:
@@ -73,7 +71,7 @@ def test_a_round_enters_the_steps_of_each_client_once_and_in_order(residual, mak
 
 
 class Dropping(Sequential):
-    """An engine whose clients with odd numbers never answer."""
+    """An engine whose clients with odd numbers never reply."""
 
     def _train(self, server, jobs, fold, outcome):
         super()._train(server, [job for job in jobs if job.client.id % 2 == 0], fold, outcome)
@@ -82,7 +80,7 @@ class Dropping(Sequential):
         )
 
 
-def test_clients_that_do_not_answer_are_counted_and_named(perceptron, make_data, caplog):
+def test_clients_that_do_not_reply_are_counted_and_named(perceptron, make_data, caplog):
     data, fleet = make_data(perceptron, (5, 6, 7, 8)), fq.Fleet.of((1.0,), 4, 4)
     method = fq.methods.FedAvg(weighting="uniform")
     engine = Dropping(data, precision="fp64")
@@ -91,7 +89,7 @@ def test_clients_that_do_not_answer_are_counted_and_named(perceptron, make_data,
     ).train(1)
     record = run.history[0]
     assert (record["clients"], record["missing"]) == (4, 2)
-    assert "client 3 did not answer in round 1: its battery is empty" in caplog.text
+    assert "client 3 did not reply in round 1: its battery is empty" in caplog.text
     assert run.records[0] == type(run.records[0]).from_dict(
         record | {"stacks": run.records[0].stacks}
     )
@@ -112,11 +110,11 @@ def test_clients_that_do_not_answer_are_counted_and_named(perceptron, make_data,
 @pytest.mark.parametrize("unknown", [4, -1])
 def test_an_unknown_client_that_is_online_is_refused(unknown):
     fleet = fq.Fleet.of((1.0,), 4, 4)
-    told = (
+    message = (
         f"Engine.online reported client {unknown}, .* the fleet has 4 clients, which are "
         "numbered from 0 to 3"
     )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         fleet.draw_cohort(0, 0, sorted([0, 2, unknown]))
 
 

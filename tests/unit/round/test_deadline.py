@@ -107,12 +107,12 @@ def test_a_round_of_late_clients_changes_nothing_and_warns_once(
         )
         assert all(not values for values in run.server.slots.values())
         assert not run.server.memory
-        told = (
+        message = (
             "all 3 clients of round 1 missed the deadline of 5 s, so that the model stays as it "
             "was. The fastest "
         )
         assert (
-            told + "takes at least 10.1 s; a later deadline (link.clock.deadline) would let"
+            message + "takes at least 10.1 s; a later deadline (link.clock.deadline) would let"
             in caplog.text
         )
         play(FedAdam(), perceptron, data, link=until(5.0), rounds=3, **options)
@@ -145,7 +145,7 @@ def test_a_run_with_late_clients_resumes(perceptron, make_data, play, tmp_path):
 # --- records ------------------------------------------------------------------------------------
 
 
-def test_without_a_deadline_nothing_is_said_of_late_clients(perceptron, make_data, play):
+def test_without_a_deadline_records_do_not_mention_late_clients(perceptron, make_data, play):
     run = play(FedAvg(), perceptron, make_data(perceptron, SIZES), link=until(None), rounds=1)
     assert run.records[0].late is None
     assert not {"late", "late_clients"} & {*run.history[0], *run.summary, *scalars(run.records[0])}
@@ -162,10 +162,8 @@ def test_records_of_late_clients_are_read_again():
     assert parse(encoded(Record.from_dict(damaged), "")[0]).damage == ("line 1: late is ('a',)",)
 
 
-def test_clients_are_told_how_often_they_were_late(perceptron, make_data, play):
-    """What a late client trained does not count as trained: two narrow clients reach half of the
-    hidden channels.
-    """
+def test_late_clients_are_counted_by_client(perceptron, make_data, play):
+    """The work of late clients does not count. The two others reach half of the hidden channels."""
     data = make_data(perceptron, SIZES)
     shares = (1.0, 0.5, 0.5)
     plain, timed = (
@@ -181,9 +179,7 @@ def test_clients_are_told_how_often_they_were_late(perceptron, make_data, play):
 
 
 @pytest.mark.parametrize("deadline", [None, 10.5, 5.0])
-def test_what_is_counted_without_training_is_what_is_recorded(
-    deadline, perceptron, make_data, play
-):
+def test_costs_foreseen_before_training_are_those_recorded(deadline, perceptron, make_data, play):
     data = make_data(perceptron, SIZES)
     run = play(FedAvg(), perceptron, data, link=until(deadline), rounds=2)
     spent = total_cost(run, 2)
@@ -196,7 +192,7 @@ def test_what_is_counted_without_training_is_what_is_recorded(
 
 
 @pytest.mark.parametrize(
-    ("deadline", "told"),
+    ("deadline", "message"),
     [
         (0.0, r"Clock: deadline = 0\.0 was asked for; it must lie in \(0, inf\)"),
         (-1.0, r"deadline = -1\.0 was asked for"),
@@ -210,12 +206,12 @@ def test_what_is_counted_without_training_is_what_is_recorded(
         ),
     ],
 )
-def test_deadlines_that_cannot_be_are_refused(deadline, told):
-    with pytest.raises(ConfigError, match=told):
+def test_impossible_deadlines_are_refused(deadline, message):
+    with pytest.raises(ConfigError, match=message):
         replace(CLOCK, deadline=deadline)
 
 
-def test_a_deadline_at_another_place_is_told_where_it_belongs():
+def test_a_misplaced_deadline_is_refused_with_the_right_place():
     problems: list[Problem] = []
     read(fq.Link, {"deadline": 5.0}, "link", problems)
     (problem,) = problems
@@ -224,7 +220,7 @@ def test_a_deadline_at_another_place_is_told_where_it_belongs():
     assert problem.text.endswith("link.clock.deadline would work.")
 
 
-def test_a_file_has_it_and_is_written_again():
+def test_the_deadline_is_read_from_a_file_and_written_again():
     plain = {"method": "fedavg", "model": "tiny_resnet", "data": "digits"}
     experiment = Experiment.of({**plain, "link": {"clock": {"deadline": 5}}})
     assert experiment.link.deadline == 5.0
@@ -234,7 +230,7 @@ def test_a_file_has_it_and_is_written_again():
     assert none.link == fq.Link.preset("mobile")
 
 
-def test_a_clock_tells_its_deadline():
+def test_the_text_of_a_clock_has_its_deadline():
     assert str(until(12.5)).endswith("0.25 s each way, updates dropped after 12.5 s")
 
 

@@ -17,15 +17,10 @@ from fedquilt.errors import ConfigError, DataError
 from fedquilt.family import Pass
 from fedquilt.family.norms import NORM_POLICIES
 from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL, Method
-from fedquilt.round.evaluate import (
-    Score,
-    _asked,
-    main_by_label,
-    mean_statistics,
-    means_by_label,
-    share_label,
-)
+from fedquilt.round.evaluate import _tested_clients, share_label
 from fedquilt.round.federation import World
+from fedquilt.round.norm_statistics import mean_statistics
+from fedquilt.round.scores import Score, main_by_label, means_by_label
 from fedquilt.tasks import Classification, MultiLabel, Regression
 from tests.conftest import LOCAL, assert_same_grades, with_local
 
@@ -61,7 +56,7 @@ def test_right_of_sequences_counts_tokens():
     assert right(logits, torch.tensor([[2, 1, 2, 2], [0, 0, 0, 0]]), held).tolist() == [3, 8]
 
 
-def test_means_count_every_client_once_and_skip_empty_exams():
+def test_means_count_every_client_once_and_skip_empty_tests():
     given = [("1.0", 1, 2), ("1.0", 9, 10), ("0.5", 1, 4), ("0.5", 0, 0)]
     scores = [Score(label, counts(hits, count)) for label, hits, count in given]
     assert main_by_label(scores, TASK) == {"1.0": pytest.approx(0.7), "0.5": 0.25}
@@ -110,7 +105,7 @@ def test_mean_statistics():
 
 
 def test_shares_are_tested_beside_those_of_the_fleet(perceptron, make_data, play):
-    """And beside the whole model; where results live on clients there is nothing at other shares."""
+    """The whole model is tested too. Personal methods have nothing to test at other shares."""
     how, data = fq.Evaluation(every=0, shares=(0.75, 0.5)), make_data(perceptron, (5, 5))
     found = play(fq.methods.HeteroFL(), perceptron, data, (0.5, 0.25), rounds=1, evaluation=how)
     assert list(found.accuracy) == ["1.0", "0.75", "0.5", "0.25"]
@@ -154,7 +149,7 @@ def test_calibration_is_torchs_cumulative_average(engine, residual, make_data):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_an_exam_is_what_the_module_scores_itself(engine, residual, make_data):
+def test_a_score_is_that_of_the_module(engine, residual, make_data):
     data = make_data(residual, (6, 6))
     ours = LOCAL[engine](data, precision="fp64")
     ours.begin(
@@ -261,7 +256,7 @@ def with_domains(data, names=("mnist", "svhn", "usps")):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """How many samples every evaluation was asked for, and in how many exams."""
+    """Collect the number of samples and of tests of every evaluation."""
     calls = []
 
     def counted(engine, exams, batch_size, own):
@@ -277,7 +272,7 @@ def asked(monkeypatch):
 def test_accuracy_by_domain_is_what_the_module_scores_there(
     engine, residual, play, make_data, asked
 ):
-    """At every share; and where nobody depends on the batch, it costs no more than the whole test."""
+    """Domains are tested at every share. Without mixing of samples, they cost no further runs."""
     method = with_local(HeteroFL(), batch_size=4, norm="tracked")
     data, how = make_data(residual, (5, 6, 7)), fq.Evaluation(every=0, per_client=False)
     run = play(method, residual, with_domains(data), (1.0, 0.5), engine=engine, evaluation=how)
@@ -414,7 +409,7 @@ def test_a_client_without_test_samples_counts_in_no_domain(engine, residual, pla
     assert list(run.records[-1].grades.metrics) == names
 
 
-def test_a_method_that_gives_a_device_no_tuple_is_told_what_fits(residual, make_data, play):
+def test_a_method_that_deploys_no_tuple_is_refused(residual, make_data, play):
     class Old(HeteroFL):
         def deploy(self, server, budget, world):
             return super().deploy(server, budget, world)[0]
@@ -437,9 +432,7 @@ class Centred(torch.nn.Module):
         return self.last(torch.relu(hidden - hidden.mean(0, keepdim=True)))
 
 
-def test_a_forward_that_mixes_the_batch_by_hand_is_found_out_and_tested_in_the_same_batches(
-    make_data, play
-):
+def test_a_forward_that_mixes_samples_is_detected_and_tested_in_the_same_batches(make_data, play):
     family = fq.trace(Centred, torch.rand(2, 4))
     assert family.depends_on_batch(Pass(statistics="stored"))
     data, how = make_data(family, (5, 6, 7)), fq.Evaluation(every=1, batch_size=5)
@@ -451,7 +444,7 @@ def test_a_forward_that_mixes_the_batch_by_hand_is_found_out_and_tested_in_the_s
         assert_same_grades(run.records[-1], runs[0].records[-1])
 
 
-def test_mixing_is_found_out_whatever_the_example():
+def test_mixing_of_samples_is_detected_for_every_example():
     """The one other sample of an example may change nothing, where ReLU cuts off all that it
     changes.
     """
@@ -460,7 +453,7 @@ def test_mixing_is_found_out_whatever_the_example():
         assert fq.trace(Centred, example).depends_on_batch(Pass(statistics="stored")), seed
 
 
-def test_the_same_clients_are_asked_over_every_link(residual, make_data):
+def test_the_same_clients_are_sampled_over_every_link(residual, make_data):
     """Only where results live on clients are those asked who have one."""
     data, fleet, how = (
         make_data(residual, (4,) * 12),
@@ -472,19 +465,22 @@ def test_the_same_clients_are_asked_over_every_link(residual, make_data):
         method = with_local(FedAvg(), batch_size=4)
         run = fq.run(method, residual, data, fleet, "sequential", 1, evaluation=how, link=link)
         asked.append(
-            [client.id for client in _asked(run.federation, fleet, run.server, run.engine, how)]
+            [
+                client.id
+                for client in _tested_clients(run.federation, fleet, run.server, run.engine, how)
+            ]
         )
     assert asked[0] == asked[1]
     method = with_local(FedAvg(), batch_size=4, norm="per_client")
     run = fq.run(method, residual, data, fleet, "sequential", 1, evaluation=how)
     assert {
-        client.id for client in _asked(run.federation, fleet, run.server, run.engine, how)
+        client.id for client in _tested_clients(run.federation, fleet, run.server, run.engine, how)
     } <= set(fleet.draw_cohort(0, 0))
 
 
 @pytest.mark.parametrize("method", [FedRolex(shift=4), FedDropout()])
 def test_a_client_is_tested_on_what_it_trained_last(method, residual, make_data):
-    """Not on the next cut, of which its own norms know nothing; also if others have trained since."""
+    """The next cut is not tested, because the client's norms have not seen it."""
     method, fleet = with_local(method, batch_size=4, norm="per_client"), fq.Fleet.of((0.5,), 3, 1)
     run = fq.run(method, residual, make_data(residual, (6, 6, 6)), fleet, "sequential", 4)
     for client in {fleet.draw_cohort(round, 0)[0] for round in range(4)}:
@@ -526,7 +522,7 @@ class Whole(torch.nn.Module):
         return self.last(self.table(x.long()).mean(1))
 
 
-def test_mixing_is_looked_for_with_samples_that_a_net_takes():
+def test_mixing_of_samples_is_tested_with_samples_that_a_net_takes():
     assert fq.trace(Normed, torch.zeros(2, 4)).depends_on_batch(Pass(statistics="stored"))
     assert not fq.trace(Whole, torch.tensor([[9.0, 9.0], [3.0, 4.0]])).depends_on_batch(
         Pass(statistics="stored")

@@ -1,4 +1,4 @@
-"""How results are named, and what a method fixes once it knows the number of rounds."""
+"""Names of results, and settings that a method fixes from the number of rounds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_budgets_are_named_by_their_bounds_and_else_by_their_share(residual):
     assert bounds_label(fq.Budget(params=1200, macs=28e6)) == "1.2k parameters, 28M MACs"
 
 
-def test_labels_are_told_for_shares_whose_name_is_not_the_number(residual):
+def test_labels_are_listed_for_shares_whose_name_is_not_the_number(residual):
     world, method = World(residual), HeteroFL()
     assert labels_by_share(method, [fq.Budget(share=0.5)], world, (0.25,)) == {}
     macs = residual.member(residual.fit(fq.Budget(share=0.5))).macs
@@ -58,7 +58,7 @@ class Vague(HeteroFL):
         return "small" if (budget.share or 1.0) < 1 else "large"
 
 
-def test_names_that_read_alike_are_told_apart_by_the_share(residual):
+def test_equal_labels_are_distinguished_by_the_share(residual):
     found = labels_by_share(Vague(), [fq.Budget(share=0.5), fq.Budget(share=0.25)], World(residual))
     assert found == {"0.5": "small (0.5)", "0.25": "small (0.25)", "1.0": "large"}
 
@@ -80,7 +80,7 @@ def test_tables_show_labels_and_files_keep_shares(residual, make_data, play):
     assert "labels" not in plain.summary
 
 
-def test_results_lead_back_to_the_budgets_that_were_given(residual, make_data, play):
+def test_budgets_can_be_found_by_the_keys_of_results(residual, make_data, play):
     macs = residual.member(residual.fit(fq.Budget(share=0.5))).macs
     few, more, large = fq.Budget(macs=macs), fq.Budget(macs=macs + 1), fq.Budget(memory="1TB")
     fleet = fq.Fleet.of([few, more, large], 3, 3)
@@ -110,7 +110,7 @@ def test_a_run_in_python_has_the_settled_method(given, turn, perceptron, make_da
     assert run.method.turn == turn
 
 
-def test_a_run_in_python_that_goes_on_stays_settled(tmp_path, perceptron, make_data, play):
+def test_a_continued_run_in_python_stays_settled(tmp_path, perceptron, make_data, play):
     data = make_data(perceptron, (8,))
     play(Halfway(), perceptron, data, rounds=2, out=tmp_path / "run")
     run = play(Halfway(), perceptron, data, rounds=4, out=tmp_path / "run", resume=True)
@@ -145,7 +145,9 @@ class Halfway(FedAvg):
 """
 
 
-def test_the_settled_method_is_written_and_stays_when_a_run_goes_on(tmp_path, monkeypatch, capsys):
+def test_the_settled_method_is_written_and_stays_when_a_run_is_continued(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "mine.py").write_text(HALFWAY)
     monkeypatch.chdir(tmp_path)
     mine = ["--method", "mine.py:Halfway", "--model", "mine.py:net", "--data", "mine.py:pool"]

@@ -37,7 +37,7 @@ def trip_of(family, client=0, round=0, up=True, submodel=None, seed=0) -> Transm
     [(0.125, 1), (0.25, 2), (0.35, 3), (0.375, 3), (0.5, 4), (0.75, 6), (1.0, 8)],
 )
 def test_a_member_has_a_column_for_every_eighth_of_the_whole_width(share, count):
-    """FedResCuE, appendix A.3.4: a column is 0.125 of the *global* width; the last may be narrower."""
+    """A column is 0.125 of the *global* width (FedResCuE, A.3.4). The last may be narrower."""
     wide = fq.trace(
         lambda: torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 3)),
         torch.zeros(2, 4),
@@ -80,7 +80,7 @@ def test_what_arrives_has_the_truncated_geometric_distribution(rate, perceptron)
 def test_a_failed_column_ends_the_transmission_so_that_more_is_lost_than_the_rate(
     loss, lost, perceptron
 ):
-    """Of eight columns: 1 − ((1 − e) + … + (1 − e)^8) / 8, with the mean rate e."""
+    """The lost share of eight columns is 1 − ((1 − e) + … + (1 − e)^8) / 8, for a mean rate e."""
     rate = (loss.rate + (loss.upto or loss.rate)) / 2
     assert 1 - sum((1 - rate) ** n for n in range(1, 9)) / 8 == pytest.approx(lost, abs=1e-3)
     arrived = [
@@ -195,7 +195,7 @@ def test_a_round_takes_as_long_as_its_slowest_client(perceptron, make_data, play
     assert double.records[0].link_seconds > run.records[0].link_seconds
 
 
-def test_without_a_clock_nothing_is_said_of_time(perceptron, make_data, play):
+def test_without_a_clock_records_have_no_time(perceptron, make_data, play):
     run = play(fq.methods.FedAvg(), perceptron, make_data(perceptron, (5,)), rounds=1)
     assert "link_seconds" not in run.history[0]
     assert "link_seconds" not in run.summary
@@ -203,7 +203,7 @@ def test_without_a_clock_nothing_is_said_of_time(perceptron, make_data, play):
 
 
 @pytest.mark.parametrize(
-    ("clock", "told"),
+    ("clock", "text"),
     [
         (fq.links.Clock(), "20 Mbit/s down, 10 Mbit/s up, 0.05 s each way"),
         (fq.links.Clock(1e9, 1.5e5), "1 Gbit/s down, 150 kbit/s up, 0.05 s each way"),
@@ -213,8 +213,8 @@ def test_without_a_clock_nothing_is_said_of_time(perceptron, make_data, play):
         ),
     ],
 )
-def test_a_clock_is_told_in_units(clock, told):
-    assert str(clock) == told
+def test_the_text_of_a_clock_has_units(clock, text):
+    assert str(clock) == text
 
 
 def test_a_round_without_clients_takes_no_time():
@@ -225,7 +225,7 @@ def test_a_round_without_clients_takes_no_time():
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (
             lambda: fq.links.ColumnLoss(1.5),
@@ -282,13 +282,13 @@ def test_a_round_without_clients_takes_no_time():
         ),
     ],
 )
-def test_links_that_cannot_be_are_refused(make, told):
-    with pytest.raises(ConfigError, match=told):
+def test_impossible_links_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
         make()
 
 
 @pytest.mark.parametrize(
-    ("link", "told"),
+    ("link", "message"),
     [
         (
             fq.Link(loss=fq.links.ColumnLoss((0.1,) * 4)),
@@ -309,15 +309,15 @@ def test_links_that_cannot_be_are_refused(make, told):
         ),
     ],
 )
-def test_lists_that_do_not_come_out_even_are_refused_before_the_run(
-    link, told, perceptron, make_data
+def test_lists_whose_length_does_not_divide_the_clients_are_refused_before_the_run(
+    link, message, perceptron, make_data
 ):
     data, fleet = make_data(perceptron, (4,) * 6), fq.Fleet.of((1.0,), 6, 2)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         fq.prepare(fq.methods.FedAvg(), perceptron, data, fleet, link=link)
 
 
-def test_lists_may_begin_again(perceptron, make_data):
+def test_shorter_lists_are_repeated(perceptron, make_data):
     data, fleet = make_data(perceptron, (4,) * 6), fq.Fleet.of((1.0,), 6, 2)
     for count in (1, 2, 3, 6):
         fq.prepare(
@@ -329,7 +329,7 @@ def test_lists_may_begin_again(perceptron, make_data):
         )
 
 
-def test_links_say_what_they_do():
+def test_the_text_of_a_link_describes_it():
     assert str(fq.Link()) == "nothing is lost or coded"
     assert str(fq.Link(fq.links.ColumnLoss((0.1, 0.2)), fq.links.Codec(8, 0.25, True))) == (
         "columns that fail, and end the transmission, at a rate of 0.1, 0.2; "
@@ -338,7 +338,7 @@ def test_links_say_what_they_do():
     assert len({str(link) for link in LINKS.values()}) == len(LINKS)
 
 
-def test_a_run_goes_on_only_over_its_link(perceptron, make_data, tmp_path):
+def test_a_run_is_continued_only_over_its_link(perceptron, make_data, tmp_path):
     parts = (
         fq.methods.FedAvg(),
         perceptron,
@@ -353,7 +353,7 @@ def test_a_run_goes_on_only_over_its_link(perceptron, make_data, tmp_path):
     fq.run(*parts, rounds=2, out=tmp_path / "run", resume=True, link=fq.Link.preset("lossy-mild"))
 
 
-def test_lists_are_dealt_as_tuples_are():
+def test_lists_are_assigned_to_clients_as_tuples_are():
     assert fq.links.ColumnLoss([0.1, 0.2]) == fq.links.ColumnLoss((0.1, 0.2))
     assert hash(fq.links.Clock(down=[1e6, 2e6], latency=[0.1, 0.2])) == hash(
         fq.links.Clock(down=(1e6, 2e6), latency=(0.1, 0.2))

@@ -113,7 +113,7 @@ def test_a_quantised_value_is_one_of_its_two_neighbours(bits, dtype):
         assert (levels - levels.round()).abs().max() < 1e-3
 
 
-def test_what_is_constant_in_a_weight_comes_back_as_it_was():
+def test_a_constant_change_of_a_weight_is_decoded_exactly():
     values = torch.cat(
         [torch.full((length,), float(place)) for place, length in enumerate(LENGTHS)]
     )
@@ -121,7 +121,7 @@ def test_what_is_constant_in_a_weight_comes_back_as_it_was():
 
 
 @pytest.mark.parametrize("keep", [0.25, 0.1])
-def test_of_a_sparse_change_exactly_so_many_values_arrive_scaled_up(keep):
+def test_a_sparse_change_has_an_exact_number_of_values_scaled_up(keep):
     values, codec = change(), Codec(keep=keep)
     found = coded(codec, values)
     kept = found != 0
@@ -133,7 +133,7 @@ def test_of_a_sparse_change_exactly_so_many_values_arrive_scaled_up(keep):
 @pytest.mark.parametrize("keep", [1.0, 0.25])
 @pytest.mark.parametrize("bits", [2, 4, 8, 32])
 def test_codecs_are_unbiased(bits, keep):
-    """The mean over many draws lies within the standard errors of the change: the same weights side
+    """The mean over many draws is within the standard errors of the change: the same weights side
     by side.
     """
     codec, values, draws = Codec(bits, keep), change(), 4000
@@ -146,7 +146,7 @@ def test_codecs_are_unbiased(bits, keep):
 
 
 @given(st.integers(0, 2**32), st.sampled_from([2, 4, 8, 32]), st.sampled_from([1.0, 0.5, 0.1]))
-def test_of_what_arrived_the_values_are_those_of_the_whole(seed, bits, keep):
+def test_values_that_arrive_are_those_of_the_whole_message(seed, bits, keep):
     """Scales, mask and rounding are the whole payload's; the bytes are those of the part that
     arrived.
     """
@@ -174,7 +174,7 @@ def trip_of(family, client=0, round=0, up=True) -> Transmission:
     return Transmission(World(family), job, up=up)
 
 
-def test_what_is_coded_is_the_change_from_what_was_received(perceptron):
+def test_the_change_from_the_received_weights_is_coded(perceptron):
     trip = trip_of(perceptron)
     known = {name: value.double() for name, value in perceptron.init(0).items()}
     moved = {name: value + 1e-3 for name, value in known.items()}
@@ -189,7 +189,7 @@ def test_what_is_coded_is_the_change_from_what_was_received(perceptron):
     assert list(arrival.payload.weights) == list(moved)
 
 
-def test_what_nobody_can_code_is_sent_as_it_is(perceptron):
+def test_tensors_that_cannot_be_coded_are_sent_uncoded(perceptron):
     """Norm statistics and integer buffers are no changes: only what both sides know is coded."""
     trip, weights = trip_of(perceptron), dict(perceptron.init(0))
     known = {name: value for name, value in weights.items() if name != "last.bias"}
@@ -220,7 +220,7 @@ def test_statistics_travel_whole(residual, make_data, play):
         assert torch.equal(run.server.weights[name], truth.server.weights[name])
 
 
-def test_every_message_has_draws_of_its_own(perceptron):
+def test_every_message_has_different_random_numbers(perceptron):
     keys = {
         trip_of(perceptron, client, round, up).key(what)
         for client, round, up, what in itertools.product(
@@ -237,8 +237,9 @@ def test_every_message_has_draws_of_its_own(perceptron):
     "codec", [Codec(2, 1.0, True), Codec(32, 0.1, True), Codec(4, 0.25, True)], ids=str
 )
 def test_with_feedback_the_sum_of_what_was_sent_tends_to_the_sum_of_changes(codec, perceptron):
-    """What is still owed stays bounded, so that of many rounds nothing is lost; without feedback it
-    grows.
+    """The residual stays bounded, so that nothing is lost over many rounds.
+
+    Without feedback the error grows.
     """
     known = {
         name: torch.zeros_like(value, dtype=torch.float64)
@@ -301,19 +302,19 @@ def test_a_client_that_sends_nothing_codes_nothing(perceptron, make_data, play):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"bits": 3}, r"Codec: bits = 3 was asked for; it may be 2, 4, 8, 32\."),
         ({"keep": 0.0}, r"Codec: keep = 0.0 was asked for; it must lie in \(0, 1\]\."),
         ({"keep": 1.5}, r"keep = 1\.5"),
     ],
 )
-def test_codecs_that_cannot_be_are_refused(options, told):
-    with pytest.raises(ConfigError, match=told):
+def test_impossible_codecs_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         Codec(**options)
 
 
-def test_neutral_codecs_are_none():
+def test_codecs_without_effect_are_ignored():
     assert fq.Link(codec=Codec()).coder is None
     assert PERFECT.coder is None
     assert fq.Link(codec=Codec(keep=0.5)).coder == Codec(keep=0.5)

@@ -47,8 +47,8 @@ def tensors() -> dict[str, torch.Tensor]:
     return {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "b": torch.tensor([8.0])}
 
 
-def test_what_is_not_known_is_coded_against_zero():
-    coded = code(Halved(), tensors(), (1, 2), known={"a": torch.ones(2, 2)})
+def test_unknown_tensors_are_coded_against_zero():
+    coded = code(Halved(), tensors(), (1, 2), reference={"a": torch.ones(2, 2)})
     # 1, and half of the change from it.
     assert coded.tensors["a"].tolist() == [[1.0, 1.5], [2.0, 2.5]]
     assert coded.tensors["b"].tolist() == [4.0]
@@ -64,7 +64,7 @@ def test_a_residual_is_added_to_the_change():
     assert coded.tensors["a"].tolist() == [[0.5, 1.0], [1.5, 2.0]]
 
 
-def test_where_nothing_arrives_the_receiver_has_what_it_knew():
+def test_the_receiver_keeps_its_values_if_nothing_arrives():
     arrives = {"a": torch.tensor([[True, False], [True, False]]), "b": torch.tensor([False])}
     known = {"a": torch.full((2, 2), 7.0)}
     coded = code(Plain(), tensors(), (1, 2), known, arrives=arrives)
@@ -74,7 +74,7 @@ def test_where_nothing_arrives_the_receiver_has_what_it_knew():
     assert coded.error is None  # without error feedback nobody needs it
 
 
-def test_every_message_of_a_transmission_has_keys_of_its_own(perceptron):
+def test_every_message_of_a_transmission_has_different_keys(perceptron):
     from fedquilt.family.cut import prefix
 
     job = fq.methods.api.Job(
@@ -198,8 +198,8 @@ REFUSED = {
     Elsewhere: rf"Elsewhere\.decode returned a tensor of torch\.float32 on meta; {CHANGE}",
     Short: rf"Short\.decode returned the shape \(50,\); {CHANGE}",
     Rounded: rf"Rounded\.decode returned a tensor of torch\.float16 on cpu; {CHANGE}",
-    Scaled: r"a change of zero \(51 .* decode returned 51 values that are not finite; finite values",
-    Everything: r"half arrives .* 25 values at positions that did not arrive; zero would work there",
+    Scaled: r"a change of zero \(51 .* decode returned 51 values that are not finite; finite",
+    Everything: r"half arrives .* 25 values at positions that did not arrive; zero would work",
     InPlace: r"encode modified the change in place; change\.clone\(\) would work",
     Overwriting: r"decode modified the message in place; message\.clone\(\) would work",
     Unseeded: r"encode returned other bytes for the same change and keys; .* fedquilt\.noise",
@@ -258,6 +258,6 @@ def test_a_codec_that_fails_later_is_refused_with_client_and_round(perceptron, m
         local=fq.LocalTraining(batch_size=4, optimizer=fq.optimizers.SGD(lr=100.0))
     )
     found = r"CodecError: Tired\.decode returned the shape \(50,\); a tensor of torch\.float32 with"
-    told = rf"client 0 \(budget share 1\) failed in round 1 while sending: {found}"
-    with pytest.raises(TrainingError, match=told):
+    message = rf"client 0 \(budget share 1\) failed in round 1 while sending: {found}"
+    with pytest.raises(TrainingError, match=message):
         fq.run(method, perceptron, data, fleet, rounds=1, link=fq.Link(codec=Tired()))

@@ -62,7 +62,7 @@ def test_each_tensor_is_rotated_alone_and_keeps_its_norm():
 
 
 def test_the_signs_come_before_the_transform():
-    """Other signs mix the values differently, and do not only change signs of the rotated values."""
+    """Other signs mix the values differently. They do not only flip signs of rotated values."""
     values = change()
     rotated = rotate(values, LENGTHS, SEED)
     other = rotate(values, LENGTHS, torch.tensor(4))
@@ -119,7 +119,7 @@ def test_values_that_are_kept_and_arrive_are_rotated_and_no_others(seed, bits, k
 @pytest.mark.parametrize("keep", [1.0, 0.25])
 @pytest.mark.parametrize("bits", [2, 8])
 def test_a_rotating_codec_is_unbiased(bits, keep):
-    """The mean over many draws lies within the standard errors of the change."""
+    """The mean over many draws is within the standard errors of the change."""
     codec, values, draws = Codec(bits, keep, rotate=True), change(), 4000
     spec = spec_of(values, LENGTHS * draws)
     message = codec.encode(values.repeat(draws), spec, (3, 5))
@@ -167,7 +167,7 @@ def test_rotating_codecs_pass_the_check_before_a_run(codec, perceptron):
     "codec", [Codec(4, feedback=True, rotate=True), Codec(8, 0.25, feedback=True, rotate=True)]
 )
 def test_with_feedback_nothing_is_lost_over_many_rounds(codec):
-    """What was sent and what is still owed add up to all changes, and what is owed does not grow."""
+    """Sent values and residual add up to all changes, and the residual does not grow."""
     lengths = [2**14, 100]
     residual = torch.zeros(sum(lengths), dtype=torch.float64)
     wanted = torch.zeros_like(residual)

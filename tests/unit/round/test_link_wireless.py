@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.round.link.wireless import needed, outage_poisson, outage_rayleigh
+from fedquilt.round.link.wireless import min_received_power, outage_poisson, outage_rayleigh
 
 DRAWS = 200_000
 RADIO = fq.links.Wireless()
@@ -29,7 +29,7 @@ def test_equation_7_with_poisson_distances(mean, min_rate):
         torch.full((DRAWS,), mean).double(), generator=torch.Generator().manual_seed(1)
     )
     lost = (rate(distances, torch.tensor(1.0)) < min_rate).double().mean()
-    expected = outage_poisson(mean, POWER, EXPONENT, needed(BANDWIDTH, NOISE, min_rate))
+    expected = outage_poisson(mean, POWER, EXPONENT, min_received_power(BANDWIDTH, NOISE, min_rate))
     assert abs(float(lost) - expected) < 4 * math.sqrt(max(expected * (1 - expected), 1e-5) / DRAWS)
 
 
@@ -41,7 +41,9 @@ def test_equation_7_with_rayleigh_fading_at_a_fixed_distance(distance, min_rate)
     lost = (
         (rate(torch.tensor(distance).double(), real**2 + imaginary**2) < min_rate).double().mean()
     )
-    expected = outage_rayleigh(distance, POWER, EXPONENT, needed(BANDWIDTH, NOISE, min_rate))
+    expected = outage_rayleigh(
+        distance, POWER, EXPONENT, min_received_power(BANDWIDTH, NOISE, min_rate)
+    )
     assert abs(float(lost) - expected) < 4 * math.sqrt(max(expected * (1 - expected), 1e-5) / DRAWS)
 
 
@@ -51,7 +53,7 @@ def test_the_documented_rate():
     assert low == high == pytest.approx(0.08, abs=0.005)
 
 
-def test_farther_is_worse_and_clients_have_their_own_distances():
+def test_error_rates_rise_with_the_distance_of_a_client():
     radio = fq.links.Wireless(distances=(100.0, 400.0, 900.0))
     rates = [radio.rates(client, 0)[0] for client in range(6)]
     assert rates[0] < rates[1] < rates[2]
@@ -66,7 +68,7 @@ def test_distances_are_drawn_evenly_over_a_disc_from_the_seed():
     assert RADIO.distance(7, 4) != RADIO.distance(7, 3)
 
 
-def test_rates_nobody_reaches_are_always_lost_and_those_of_the_near_never():
+def test_unreachable_rates_are_always_lost_and_those_of_near_clients_never():
     hopeless = fq.links.Wireless(min_rate=1e12)
     assert hopeless.rates(0, 0)[0] == 1.0
     for fading in ("rayleigh", "constant"):

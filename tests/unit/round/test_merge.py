@@ -19,15 +19,9 @@ from torch import Tensor
 from fedquilt.axes import Index, Positions, size_of
 from fedquilt.errors import ConfigError
 from fedquilt.methods import FedAvg, SplitMix
-from fedquilt.round.merge import (
-    Mean,
-    Merged,
-    Plain,
-    ServerAdam,
-    ServerMomentum,
-    ServerYogi,
-    client_weight,
-)
+from fedquilt.round.fold import Merged, client_weight
+from fedquilt.round.merge import Mean
+from fedquilt.round.server_optimizers import Plain, ServerAdam, ServerMomentum, ServerYogi
 from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update
 from tests.unit.family import cuts
 
@@ -228,7 +222,7 @@ def test_a_paced_mean_is_fednovas_formula():
 
 @few
 @given(cohorts(), st.sampled_from(WEIGHTINGS))
-def test_a_paced_mean_of_equal_paces_is_the_mean(updates, weighting):
+def test_a_paced_mean_of_equal_step_counts_is_the_mean(updates, weighting):
     old = server("", "base1/")
     paced = [replace(one, effective_steps=3.0) for one in updates]
     torch.testing.assert_close(
@@ -251,7 +245,7 @@ def test_one_client_that_holds_a_position_decides_it_alone():
     assert torch.equal(found[3], old.weights["square"][3])  # nobody's
 
 
-def test_nobodys_round_leaves_the_server_as_it_was():
+def test_a_round_without_clients_leaves_the_server_unchanged():
     old = server()
     weights, slots, *_ = Mean(cuts.cutter()).begin(old).finish(old)
     assert all(weights[name] is old.weights[name] for name in old.weights)
@@ -272,7 +266,7 @@ def test_client_weights_of_appendix_a3():
 @pytest.mark.parametrize(
     "options", [{"paced": True}, {"optimizer": ServerMomentum(0.5)}, {"optimizer": ServerAdam()}]
 )
-def test_norm_statistics_are_averaged_whatever_steps_the_server_takes(options):
+def test_norm_statistics_are_averaged_under_every_server_optimizer(options):
     """A momentum step can take a variance below zero; a mean cannot."""
     old, whole = server(), Submodel(Arch(()))
     updates = [
@@ -327,8 +321,8 @@ def test_folds_that_sum_in_one_vector_and_weight_by_weight_join(updates, where, 
 
 
 @pytest.mark.parametrize(("flat", "vectors"), [(False, 5), (True, 1)])
-def test_large_weights_have_memory_of_their_own_on_a_cpu(flat, vectors):
-    """What a merge allocates there stays small enough for glibc to reuse it."""
+def test_large_weights_are_merged_alone_on_a_cpu(flat, vectors):
+    """Memory that a merge allocates is small enough for glibc to reuse it."""
     with max_shared_size(10):
         merged = mean([update(Submodel(Arch(())), 0)], server(), flat=flat)
     storages = {weight.untyped_storage().data_ptr() for weight in merged.values()}
@@ -363,8 +357,9 @@ def test_clients_that_count_nothing_leave_the_weights_as_they_were(flat):
 
 
 def three_rounds(optimizer) -> tuple[list[Tensor], list[Tensor], Server]:
-    """What the server's first square weight was before each of three rounds and after, and the
-    means it was told.
+    """Merge three rounds, and return the first square weight before and after each of them.
+
+    The means that the optimizer was given, and the last state, are returned too.
     """
     now, weights, means = server(), [], []
     for round in range(3):
@@ -420,7 +415,7 @@ def test_a_fold_that_gives_another_state_is_refused(finish, found, perceptron, m
 
 
 @pytest.mark.parametrize("fold", [None, object()])
-def test_what_is_no_fold_is_refused(fold, perceptron, make_data, play):
+def test_results_that_are_no_fold_are_refused(fold, perceptron, make_data, play):
     class Own(FedAvg):
         def fold(self, server, world):
             return fold
@@ -443,23 +438,23 @@ def test_plain_takes_the_mean():
 def test_server_momentum_is_fedavgm():
     weights, means, now = three_rounds(ServerMomentum(lr=0.5, momentum=0.8))
     velocity = torch.zeros_like(weights[0])
-    for old, told, new in zip(weights, means, weights[1:], strict=False):
-        velocity = 0.8 * velocity + (told - old)
+    for old, mean, new in zip(weights, means, weights[1:], strict=False):
+        velocity = 0.8 * velocity + (mean - old)
         torch.testing.assert_close(new, old + 0.5 * velocity, rtol=0, atol=1e-14)
     torch.testing.assert_close(now.slots["momentum"]["square"], velocity, rtol=0, atol=1e-14)
 
 
 def test_server_momentum_with_neutral_values_is_the_mean():
     weights, means, _ = three_rounds(ServerMomentum(lr=1.0, momentum=0.0))
-    for told, new in zip(means, weights[1:], strict=True):
-        torch.testing.assert_close(new, told, rtol=0, atol=1e-14)
+    for mean, new in zip(means, weights[1:], strict=True):
+        torch.testing.assert_close(new, mean, rtol=0, atol=1e-14)
 
 
 def test_server_adam_is_fedadam_without_bias_correction():
     weights, means, _ = three_rounds(ServerAdam(lr=0.1, beta1=0.9, beta2=0.99, tau=1e-3))
     m = v = torch.zeros_like(weights[0])
-    for old, told, new in zip(weights, means, weights[1:], strict=False):
-        change = told - old
+    for old, mean, new in zip(weights, means, weights[1:], strict=False):
+        change = mean - old
         m, v = 0.9 * m + 0.1 * change, 0.99 * v + 0.01 * change**2
         torch.testing.assert_close(new, old + 0.1 * m / (v.sqrt() + 1e-3), rtol=0, atol=1e-14)
 
@@ -468,8 +463,8 @@ def test_server_yogi_is_fedyogi():
     """Reddi et al. 2021, algorithm 2: v ← v − (1 − β2) Δ² sign(v − Δ²)."""
     weights, means, _ = three_rounds(ServerYogi(lr=0.1, beta1=0.9, beta2=0.99, tau=1e-3))
     m = v = torch.zeros_like(weights[0])
-    for old, told, new in zip(weights, means, weights[1:], strict=False):
-        change = told - old
+    for old, mean, new in zip(weights, means, weights[1:], strict=False):
+        change = mean - old
         m = 0.9 * m + 0.1 * change
         v = torch.where(v > change**2, v - 0.01 * change**2, v + 0.01 * change**2)
         torch.testing.assert_close(new, old + 0.1 * m / (v.sqrt() + 1e-3), rtol=0, atol=1e-14)
@@ -487,7 +482,7 @@ def test_yogis_mean_square_falls_slower_than_adams():
 
 
 @pytest.mark.parametrize("optimizer", [ServerMomentum(), ServerAdam(), ServerYogi()])
-def test_untouched_positions_keep_weights_and_slots_under_server_optimisers(optimizer):
+def test_untouched_positions_keep_weights_and_slots_under_server_optimizers(optimizer):
     submodel = Submodel(Arch((("a", 2),)), Index({"a": Positions.window(3, 2, 4)}))
     _, _, now = three_rounds(optimizer)
     fold = Mean(cuts.cutter(), optimizer=optimizer).begin(now)
@@ -500,7 +495,7 @@ def test_untouched_positions_keep_weights_and_slots_under_server_optimisers(opti
         assert not torch.equal(slots[slot]["square"], now.slots[slot]["square"])
 
 
-def test_a_servers_optimiser_remembers_every_scope(perceptron, make_data, play):
+def test_a_server_optimizer_has_slots_for_every_scope(perceptron, make_data, play):
     method = SplitMix(base=0.5, server_optimizer=ServerMomentum(0.5))
     run = play(method, perceptron, make_data(perceptron, (6, 6)), engine="sequential")
     assert set(run.server.slots["momentum"]) == set(run.server.weights)

@@ -16,24 +16,24 @@ from fedquilt.errors import ConfigError
 from fedquilt.family.net import Pass
 from fedquilt.methods import FedAvg, HeteroFL
 from fedquilt.round.federation import World
+from fedquilt.round.training.adversarial import Adversarial
 from fedquilt.round.training.attacks import PGD, AdversarialTraining
+from fedquilt.round.training.distillation import Distilled
 from fedquilt.round.training.filters import Parts
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import (
     RECEIVED,
-    Adversarial,
-    Distilled,
     MaskedCrossEntropy,
     Objective,
     Passes,
     Proximal,
     Summed,
     TaskLoss,
-    View,
     Wrapping,
     apart,
 )
+from fedquilt.round.training.view import View
 from fedquilt.runs.experiment import Experiment, assign, demo
 from fedquilt.terms import Job
 from tests.conftest import assert_same
@@ -80,7 +80,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 class NoModules(nullcontext):
-    """Counts are not told apart by module: the hooks for that fail in the gradients of an attack."""
+    """Count without hooks on modules, because these fail in the gradients of an attack."""
 
     parents = frozenset({"Global"})
 
@@ -196,7 +196,8 @@ class Anchored(Wrapping):
         return self.objective.copies | {RECEIVED}
 
     def __call__(self, view):
-        far = sum((view.weights[name] - view.received[name]).abs().sum() for name in view.member.trainable)
+        drift = [view.weights[name] - view.received[name] for name in view.member.trainable]
+        far = sum(difference.abs().sum() for difference in drift)
         return self.objective(view) + self.weight * far
 
 
@@ -263,7 +264,7 @@ def test_a_wrapper_is_chosen_in_a_file_with_its_options(mine):
 
 
 @pytest.mark.parametrize(
-    ("objective", "told"),
+    ("objective", "message"),
     [
         ("proximate", "there is no objective named 'proximate'. Did you mean 'proximal'?"),
         ({"name": "mine.py:Tempered", "pwoer": 1.0}, "Did you mean 'power'?"),
@@ -275,10 +276,10 @@ def test_a_wrapper_is_chosen_in_a_file_with_its_options(mine):
         ),
     ],
 )
-def test_a_wrapper_that_does_not_fit_is_refused(objective, told, mine):
+def test_a_wrapper_that_does_not_fit_is_refused(objective, message, mine):
     with pytest.raises(ConfigError, match=r"local\.objective") as caught:
         local_from({"objective": objective})
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_the_loss_is_put_into_the_innermost_wrapper():
@@ -295,7 +296,7 @@ def test_a_wrapper_is_found_by_its_name_in_python(mine):
 
 
 @pytest.mark.parametrize(
-    ("objective", "told"),
+    ("objective", "message"),
     [
         ("proximate", "no objective named 'proximate'. Did you mean 'proximal'"),
         (
@@ -315,8 +316,8 @@ def test_a_wrapper_is_found_by_its_name_in_python(mine):
     ],
     ids=["unknown", "class", "plain", "filled", "file"],
 )
-def test_what_is_no_wrapper_is_refused_in_python(objective, told, mine):
-    with pytest.raises(ConfigError, match=f"LocalTraining: objective = .*{told}"):
+def test_objectives_that_are_no_wrapper_are_refused_in_python(objective, message, mine):
+    with pytest.raises(ConfigError, match=f"LocalTraining: objective = .*{message}"):
         LocalTraining(objective=objective)
 
 
@@ -358,7 +359,7 @@ class Faulty(Wrapping):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "told"),
+    ("mistake", "message"),
     [
         (
             "vector",
@@ -379,12 +380,12 @@ class Faulty(Wrapping):
 )
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_a_faulty_objective_is_refused_before_the_first_round(
-    engine, mistake, told, perceptron, make_data
+    engine, mistake, message, perceptron, make_data
 ):
     method = HeteroFL(local=LocalTraining(objective=Faulty(mistake=mistake)))
     data, fleet = make_data(perceptron, (6, 6)), fq.Fleet.of((1.0, 0.5), 2, 2)
     asked = r"HeteroFL trains by the objective Faulty\(TaskLoss\)"
-    with pytest.raises(ConfigError, match=f"(?s){asked}.*{told}"):
+    with pytest.raises(ConfigError, match=f"(?s){asked}.*{message}"):
         fq.prepare(method, perceptron, data, fleet, engine, precision="fp64")
 
 
@@ -434,7 +435,7 @@ class HeadOnly(HeteroFL):
 
 
 @pytest.mark.parametrize("link", ["perfect", "lq4", "lossy-mild"])
-def test_downloads_and_uploads_have_filters_of_their_own(link, make_data, play, perceptron):
+def test_downloads_and_uploads_have_separate_filters(link, make_data, play, perceptron):
     family = fq.trace(perceptron._factory, perceptron.example_inputs, parts={"head": ["last"]})
     member = family.member(family.whole)
     head = sum(member.family.parameters[name].numel() for name in ("last.weight", "last.bias"))
@@ -455,7 +456,7 @@ def test_downloads_and_uploads_have_filters_of_their_own(link, make_data, play, 
             assert (down, up) == (3 * 8 * member.count, 3 * 8 * head)
 
 
-def test_a_client_downloads_what_it_uploads_unless_told_otherwise(residual):
+def test_a_client_downloads_what_it_uploads_by_default(residual):
     member = residual.member(residual.whole)
     plain = Learner((Phase(),), LocalTraining(), 0.1, send=Parts(("norm",)))
     assert plain.received(member) == plain.sent(member)

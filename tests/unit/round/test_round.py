@@ -1,4 +1,4 @@
-"""The loop: what a record says, in numbers worked out by hand; links that lose something; memories."""
+"""The round loop: records with numbers computed by hand, lossy links, and client states."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_loss_is_the_mean_of_the_clients_mean_losses(perceptron, play, make_
     )
 
 
-def test_training_goes_on_from_where_it_stands(residual, make_data, play):
+def test_training_continues_from_the_last_round(residual, make_data, play):
     data, fleet = make_data(residual, (5, 6, 4)), fq.Fleet.of((1.0, 0.5), 3, 2, dynamic=True)
     method = with_local(FedRolex(), batch_size=4, norm="per_client")
     at_once = play(method, residual, data, fleet=fleet, rounds=3)
@@ -201,7 +201,7 @@ def with_link(method, family, data, engine, rounds=1, **lost) -> fq.Run:
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_what_does_not_come_back_does_not_count(engine, perceptron, make_data):
+def test_lost_updates_do_not_count(engine, perceptron, make_data):
     method, data = fq.methods.HeteroFL(local=fq.LocalTraining()), make_data(perceptron, (5, 5))
     whole, lossy = (with_link(method, perceptron, data, engine, lost_up=lost) for lost in (0, 2))
     bias, lost = whole.server.weights["first.bias"], lossy.server.weights["first.bias"]
@@ -222,7 +222,7 @@ def test_what_does_not_come_back_does_not_count(engine, perceptron, make_data):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_what_does_not_arrive_is_taken_from_memory_or_the_beginning(engine, perceptron, make_data):
+def test_lost_values_are_taken_from_memory_or_the_initial_weights(engine, perceptron, make_data):
     """With nothing in memory the missing tail starts from the initial weights, as if it had never
     been trained.
     """
@@ -257,7 +257,7 @@ def test_engines_agree_on_lossy_links(engine, method, perceptron, make_data):
 # --- memories -----------------------------------------------------------------------------------
 
 
-def test_windows_that_do_not_meet_remember_nothing_of_each_other(residual, play, make_data):
+def test_windows_without_overlap_do_not_share_memories(residual, play, make_data):
     """A rolling window with norms of its own: positions it never held start from the beginning."""
     method = FedRolex(shift=2, local=fq.LocalTraining(batch_size=4, norm="per_client"))
     runs = [

@@ -2,123 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.func import functional_call
 
 import fedquilt as fq
-from fedquilt.engines import Vectorized
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.family.cut import prefix
-from fedquilt.family.net import Pass
-from fedquilt.methods import FedAvg, HeteroFL
+from fedquilt.methods import HeteroFL
+from fedquilt.round.fold import Fold
 from fedquilt.round.link import Transmission
-from fedquilt.round.merge import ExtrasMean, Fold, Mean, ServerMomentum, Stateful, Sum, as_weights
+from fedquilt.round.merge import ExtrasMean, Mean, Stateful, Sum, as_weights
+from fedquilt.round.server_optimizers import ServerMomentum
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import TaskLoss, View
 from fedquilt.round.training.passes import (
-    ClientPass,
-    GradientPass,
     LogitsPass,
     LossPass,
-    StatisticsPass,
 )
 from fedquilt.round.training.state import Left, MethodState, Trained
+from fedquilt.round.training.view import View
 from fedquilt.storage.files import Blob
 from fedquilt.storage.tensor_files import TensorFile, read_state
-from fedquilt.terms import Client, ClientState, Job, Payload, Server, Update
+from fedquilt.terms import Client, Job, Payload, Server, Update
 from tests.conftest import assert_same
 from tests.engines.test_links import LINKS
-
-CPU = torch.device("cpu")
-RAGGED = (7, 4, 9, 5, 8, 4)
-SHARES = (1.0, 0.5, 0.25)
-LOCAL = fq.LocalTraining(batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1))
-
-
-@dataclass(frozen=True)
-class Everything(MethodState):
-    """One slot and one extra of each kind, with values that depend on all that `finish` is given."""
-
-    slots_down: tuple[str, ...] = ("sum",)
-    slots_kept: tuple[str, ...] = ("own",)
-    slots_up: tuple[str, ...] = ("sum",)
-    extras_down: tuple[str, ...] = ("table",)
-    extras_kept: tuple[str, ...] = ("rounds",)
-    extras_up: tuple[str, ...] = ("table",)
-
-    def finish(self, trained: Trained) -> Left:
-        own = {
-            name: 0.5 * value
-            + trained.slots["sum"][name]
-            + trained.weights[name]
-            - trained.received[name]
-            for name, value in trained.slots["own"].items()
-        }
-        rounds = trained.extras.get("rounds", torch.zeros(2, dtype=trained.steps.dtype)) + 1
-        loss = trained.passes["loss"]["loss"] + trained.passes["later"]["loss"]
-        table = (
-            trained.extras.get("table", torch.ones_like(trained.steps)) * 0.5
-            + trained.passes["logits"]["logits"][:3].detach()
-        )
-        sent = {name: value / trained.steps for name, value in own.items()}
-        return Left(
-            {"own": own}, {"sum": sent}, {"rounds": rounds * loss}, {"table": table + rounds.sum()}
-        )
-
-
-@dataclass(frozen=True)
-class Stating(HeteroFL):
-    """HeteroFL with state of all kinds."""
-
-    local: LocalTraining = LOCAL
-    state: MethodState = field(default=Everything(), metadata={"setting": False})
-
-    def init(self, world: fq.methods.api.World) -> Server:
-        server = super().init(world)
-        zeros = {name: torch.zeros_like(value) for name, value in server.weights.items()}
-        return replace(
-            server, slots={"sum": zeros}, extras={"table": torch.zeros(3, 3, dtype=world.dtype)}
-        )
-
-    def learner(self, job: Job, world: fq.methods.api.World) -> Learner:
-        before = (LossPass(), LogitsPass())
-        return replace(
-            super().learner(job, world),
-            state=self.state,
-            before=before,
-            after=(LossPass(name="later"),),
-        )
-
-    def fold(self, server: Server, world: fq.methods.api.World) -> Fold:
-        cutter = world.family.cutter
-        mean = Mean(cutter, self.weighting, self.server_optimizer).begin(server)
-        slot = Sum(cutter, scale=0.1).begin(as_weights(server, "sum"))
-        return Stateful(mean, {"sum": slot}, ExtrasMean(cutter, "data"))
-
-
-@pytest.fixture
-def public_data(perceptron, make_data):
-    """Samples of six clients, and five public ones."""
-    public = torch.randn(5, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    return replace(make_data(perceptron, RAGGED), public=public)
-
-
-ENGINES = {
-    "vectorized": lambda data: "vectorized",
-    **{
-        f"recorded-{layout}": lambda data, layout=layout: Vectorized(
-            data, precision="fp64", record=True, layout=layout
-        )
-        for layout in ("alone", "laid", "stack")
-    },
-    "ray": lambda data: "ray",
-}
+from tests.unit.round.stateful import CPU, ENGINES, LOCAL, RAGGED, SHARES, Everything, Stating
+from tests.unit.round.test_passes import (
+    Passing,
+    results,
+)
 
 
 @pytest.mark.parametrize("link", [fq.Link(), *LINKS.values()], ids=["perfect", *LINKS])
@@ -353,7 +267,7 @@ def test_stacks_and_partial_folds_give_the_same(perceptron):
         )
 
 
-def test_nothing_that_arrived_leaves_the_state_as_it_is(perceptron):
+def test_the_state_is_unchanged_if_nothing_arrives(perceptron):
     server, found = updates(perceptron)
     fold = stateful(perceptron, server)
     fold.add(replace(found[0], sent=()))
@@ -415,7 +329,7 @@ class BranchingMethod(Stating):
 @pytest.mark.parametrize(
     "method", [Stating(state=Branching()), BranchingMethod()], ids=["state", "pass"]
 )
-def test_what_cannot_be_stacked_runs_client_by_client(
+def test_clients_that_cannot_be_stacked_run_one_by_one(
     method, perceptron, public_data, play, caplog
 ):
     runs = [
@@ -429,7 +343,7 @@ def test_what_cannot_be_stacked_runs_client_by_client(
 def test_clients_whose_extras_have_unequal_shapes_are_finished_one_by_one(
     perceptron, play, make_data
 ):
-    """What a client keeps may depend on its data; here the logits of as many samples as it has."""
+    """Extras that a client keeps may depend on its data, such as logits of all its samples."""
 
     @dataclass(frozen=True)
     class Own(LogitsPass):
@@ -479,7 +393,7 @@ class Bad(Everything):
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         ("unknown slot", r"sends the slots \['other', 'sum'\]; its learner declares \['sum'\]"),
         ("missing slot", r"keeps the slots \[\]; its learner declares \['own'\]"),
@@ -494,8 +408,8 @@ class Bad(Everything):
         ("extra not finite", "left state of its method that is not finite"),
     ],
 )
-def test_wrong_state_is_refused(how, told, engine, perceptron, public_data, play):
-    with pytest.raises(TrainingError, match=rf"client \d \(budget share 1\).*{told}"):
+def test_wrong_state_is_refused(how, message, engine, perceptron, public_data, play):
+    with pytest.raises(TrainingError, match=rf"client \d \(budget share 1\).*{message}"):
         play(Stating(state=Bad(how=how)), perceptron, public_data, engine=engine, rounds=1)
 
 
@@ -536,131 +450,3 @@ def test_a_pass_over_public_samples_that_are_not_there_is_refused(perceptron, pl
         ConfigError, match="Stating was asked for, whose pass 'logits' runs on public samples"
     ):
         play(Stating(), perceptron, make_data(perceptron, RAGGED, public=0), rounds=1)
-
-
-# --- passes -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Keep(MethodState):
-    """Keep the results of all passes."""
-
-    extras_kept: tuple[str, ...] = ()
-
-    def finish(self, trained: Trained) -> Left:
-        found = {
-            f"{one}/{name}": value
-            for one, values in trained.passes.items()
-            for name, value in values.items()
-        }
-        return Left(kept_extras=found)
-
-
-@dataclass(frozen=True)
-class Passing(FedAvg):
-    """FedAvg that runs passes before and after its steps."""
-
-    local: LocalTraining = LOCAL
-    before: tuple[ClientPass, ...] = field(default=(), metadata={"setting": False})
-    after: tuple[ClientPass, ...] = field(default=(), metadata={"setting": False})
-
-    def learner(self, job: Job, world: fq.methods.api.World) -> Learner:
-        member = world.family.member(job.submodel)
-        names = {"gradient": member.trainable, "statistics": member.statistics}
-        kept = [
-            f"{one.name}/{name}"
-            for one in self._passes
-            for name in names.get(one.name, (one.name,))
-        ]
-        state = Keep(extras_kept=tuple(kept))
-        return replace(
-            super().learner(job, world), state=state, before=self.before, after=self.after
-        )
-
-    @property
-    def _passes(self) -> tuple[ClientPass, ...]:
-        return (*self.before, *self.after)
-
-
-def results(run: fq.Run, client: int) -> dict[str, torch.Tensor]:
-    return dict(run.server.memory[client, ""].extras)
-
-
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_gradient_loss_and_logits_are_those_of_torch(engine, perceptron, public_data, play):
-    method = Passing(before=(GradientPass(), LossPass(), LogitsPass()))
-    run = play(method, perceptron, public_data, engine=engine, rounds=1)
-    weights = {name: value.requires_grad_() for name, value in method.initial(run.world).items()}
-    net = perceptron.module(perceptron.whole).double()
-    for client, part in enumerate(public_data.parts):
-        outputs = functional_call(net, weights, public_data.inputs[part])
-        loss = nn.functional.cross_entropy(outputs, public_data.targets[part])
-        grads = torch.autograd.grad(loss, list(weights.values()))
-        found = results(run, client)
-        torch.testing.assert_close(found["loss/loss"], loss.detach(), rtol=0, atol=1e-12)
-        for name, grad in zip(weights, grads, strict=True):
-            torch.testing.assert_close(found[f"gradient/{name}"], grad, rtol=0, atol=1e-12)
-        logits = functional_call(net, weights, public_data.public).detach()
-        torch.testing.assert_close(found["logits/logits"], logits, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_a_pass_after_training_has_the_trained_weights(engine, perceptron, public_data, play):
-    run = play(
-        Passing(after=(LogitsPass(),)),
-        perceptron,
-        public_data,
-        engine=engine,
-        rounds=1,
-        shares=(1.0,),
-    )
-    alone = play(
-        Passing(after=(LogitsPass(),)), perceptron, public_data.among(1), engine=engine, rounds=1
-    )
-    net = perceptron.module(perceptron.whole).double()
-    logits = functional_call(net, dict(alone.server.weights), public_data.public)
-    torch.testing.assert_close(results(alone, 0)["logits/logits"], logits, rtol=0, atol=1e-12)
-    torch.testing.assert_close(results(run, 0)["logits/logits"], logits, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_norm_statistics_are_the_mean_over_batches(engine, residual, play, make_data):
-    data = make_data(residual, (8, 8, 5))
-    method = Passing(before=(StatisticsPass(),))
-    run = play(method, residual, data, engine=engine, rounds=1)
-    member = residual.member(residual.whole)
-    weights = method.initial(run.world)
-    job = Job(Client(0, fq.Budget(share=1.0), 8), member.prefix, 0)
-    learner = method.learner(job, run.world)
-    batches = run.engine.pass_batches(job, learner, learner.before[0])
-    assert sorted(torch.cat(batches).tolist()) == list(range(8))
-    seen = [
-        member.net(weights, data.inputs[rows], Pass(statistics="measure"))[1] for rows in batches
-    ]
-    assert len(seen) == 2
-    for name in member.statistics:
-        expected = (seen[0][name] + seen[1][name]) / 2
-        torch.testing.assert_close(
-            results(run, 0)[f"statistics/{name}"], expected, rtol=0, atol=1e-12
-        )
-
-
-def test_macs_of_passes_count_forward_and_backward(perceptron):
-    member = perceptron.member(perceptron.whole)
-    passes = (GradientPass(), LossPass(), LogitsPass(), StatisticsPass())
-    assert [one.macs(member) for one in passes] == [
-        3 * member.macs,
-        member.macs,
-        member.macs,
-        member.macs,
-    ]
-    learner = Learner((Phase(),), LOCAL, 0.1, before=passes)
-    assert learner.pass_macs(member, own=10, public=100) == (5 * 10 + 100) * member.macs
-
-
-def test_learners_without_state_have_nothing_more_to_do(perceptron):
-    learner = Learner((Phase(TaskLoss()),), LOCAL, 0.1)
-    assert not learner.state
-    assert learner.slotted(perceptron.member(perceptron.whole)) == ()
-    assert learner.num_slots == 1
-    assert ClientState(prefix(perceptron.whole), {}).extras == {}

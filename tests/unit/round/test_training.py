@@ -1,6 +1,4 @@
-"""Local training against torch's own optimizers and modules, and against formulas worked out by
-hand.
-"""
+"""Local training compared with plain torch: objectives, regions, filters and whole rounds."""
 
 from __future__ import annotations
 
@@ -11,10 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.func import vmap
+from torch import nn
 
 import fedquilt as fq
 from fedquilt import noise
@@ -23,291 +18,27 @@ from fedquilt.family import Pass
 from fedquilt.family.cut import prefix
 from fedquilt.methods import FedAvg
 from fedquilt.round.federation import World
-from fedquilt.round.training.augmentation import augment
-from fedquilt.round.training.batches import batched, itinerary
 from fedquilt.round.training.filters import All, Nothing, Parts
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import MaskedCrossEntropy, Proximal, Summed, TaskLoss, View
-from fedquilt.round.training.optimizers import SGD, Adam, AdamW, State
+from fedquilt.round.training.objectives import MaskedCrossEntropy, Proximal, Summed, TaskLoss
+from fedquilt.round.training.optimizers import SGD, Adam, AdamW
 from fedquilt.round.training.regions import Between, Everywhere, Part
-from fedquilt.round.training.schedules import Constant, Cosine, Steps
 from fedquilt.round.training.state import Received
-from fedquilt.round.training.step import Batch, clipped, gradient, move, train_pass
+from fedquilt.round.training.step import Batch, Step, gradient, move, train_pass
 from fedquilt.terms import Arch, Job
 from tests.conftest import with_local
-
-CPU = torch.device("cpu")
-HELD = torch.ones(3, dtype=torch.bool)
-
-
-def doubles(family: fq.Family, seed: int = 0) -> State:
-    return {name: value.double() for name, value in family.init(seed).items()}
-
-
-def batch_of(count: int, seed: int = 0, held: Tensor = HELD) -> Batch:
-    """A batch for the perceptron: 4 inputs, 3 classes."""
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(count, 4, generator=generator, dtype=torch.float64)
-    targets = torch.randint(3, (count,), generator=generator)
-    return Batch(inputs, targets, held, torch.tensor(noise.key(seed)))
-
-
-def learner_of(*phases: Phase, lr: float | None = None, **local) -> Learner:
-    settings = LocalTraining(**local)
-    return Learner(phases or (Phase(),), settings, settings.optimizer.lr if lr is None else lr)
-
-
-def view_of(
-    family: fq.Family, weights: State, batch: Batch, received: State | None = None, **mode
-) -> View:
-    start = weights if received is None else received
-    return View(
-        family.member(family.whole),
-        weights,
-        batch.inputs,
-        batch.targets,
-        batch.held,
-        start,
-        Pass(**mode),
-        batch.key,
-    )
-
-
-def take_steps(
-    family: fq.Family,
-    learner: Learner,
-    state: State,
-    batches: list[Batch],
-    arch: Arch | None = None,
-):
-    """What an engine does with one client."""
-    member = family.member(arch or family.whole)
-    received, slots, count = state, learner.start_slots(state, member), 0
-    for batch in batches:
-        for phase in learner.phases:
-            grads, _ = gradient(learner, member, phase.objective, state, Received(received), batch)
-            grads = clipped(grads, learner.local.optimizer.clip)
-            masks = learner.masks(member, phase, CPU)
-            state, slots = move(learner, phase, state, slots, grads, masks, count)
-            count += 1
-    return state, slots
-
-
-# --- optimizers ---------------------------------------------------------------------------------
-
-TORCH = {
-    "sgd": (SGD(lr=0.1, momentum=0.0), lambda p: torch.optim.SGD(p, 0.1)),
-    "momentum": (SGD(lr=0.1, momentum=0.9), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
-    "nesterov": (
-        SGD(lr=0.1, momentum=0.8, nesterov=True),
-        lambda p: torch.optim.SGD(p, 0.1, momentum=0.8, nesterov=True),
-    ),
-    "decay": (
-        SGD(lr=0.1, momentum=0.9, weight_decay=0.05),
-        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.05),
-    ),
-    "all": (
-        SGD(lr=0.2, momentum=0.9, nesterov=True, weight_decay=0.05),
-        lambda p: torch.optim.SGD(p, 0.2, momentum=0.9, nesterov=True, weight_decay=0.05),
-    ),
-    "adam": (Adam(lr=0.05), lambda p: torch.optim.Adam(p, 0.05)),
-    "adam-decay": (
-        Adam(lr=0.05, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.1),
-        lambda p: torch.optim.Adam(p, 0.05, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
-    ),
-    "adamw": (AdamW(lr=0.05), lambda p: torch.optim.AdamW(p, 0.05)),
-    "adamw-decay": (
-        AdamW(lr=0.05, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.5),
-        lambda p: torch.optim.AdamW(p, 0.05, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.5),
-    ),
-}
-
-
-@pytest.mark.parametrize("clip", [0.0, 0.1])
-@pytest.mark.parametrize("name", TORCH)
-def test_five_steps_are_those_of_torch_optim(name, clip, perceptron):
-    ours, make = TORCH[name]
-    state = doubles(perceptron)
-    model = perceptron.module(perceptron.whole, state)
-    theirs = make(model.parameters())
-    batches = [batch_of(6, seed) for seed in range(5)]
-    found, _ = take_steps(
-        perceptron, learner_of(optimizer=replace(ours, clip=clip)), state, batches
-    )
-    for batch in batches:
-        theirs.zero_grad()
-        F.cross_entropy(model(batch.inputs), batch.targets).backward()
-        if clip:
-            # it does something
-            assert float(nn.utils.clip_grad_norm_(model.parameters(), clip)) > clip
-        theirs.step()
-    for weight, value in model.named_parameters():
-        torch.testing.assert_close(found[weight], value.detach(), rtol=0, atol=1e-12)
-
-
-def test_a_gradient_within_the_bound_is_not_clipped(perceptron):
-    state, batch = doubles(perceptron), batch_of(4)
-    plain, _ = gradient(
-        learner_of(), perceptron.member(perceptron.whole), TaskLoss(), state, Received(state), batch
-    )
-    assert all(torch.equal(plain[name], value) for name, value in clipped(plain, 1e6).items())
-
-
-def test_one_step_by_hand():
-    sgd = SGD(momentum=0.5, nesterov=True, weight_decay=0.1)
-    weights, slots = {"w": torch.tensor([2.0])}, {"momentum": {"w": torch.tensor([4.0])}}
-    moved, after = sgd.update(weights, slots, {"w": torch.tensor([1.0])}, lr=0.1, step=3)
-    # the decayed gradient is 1.2
-    assert float(after["momentum"]["w"]) == pytest.approx(0.5 * 4 + 1.2)
-    assert float(moved["w"]) == pytest.approx(2 - 0.1 * (1.2 + 0.5 * 3.2))
-    assert float(weights["w"]) == 2
-    assert float(slots["momentum"]["w"]) == 4
-
-
-@pytest.mark.parametrize(
-    "optimizer", [Adam(weight_decay=0.1), AdamW(weight_decay=0.5)], ids=["adam", "adamw"]
+from tests.unit.round.one_client import (
+    CPU,
+    batch_of,
+    doubles,
+    learner_of,
+    take_steps,
+    view_of,
 )
-def test_adams_step_in_place_is_its_step(optimizer):
-    seeded = torch.Generator().manual_seed(1)
-    weight, grad, mean = (torch.randn(3, dtype=torch.float64, generator=seeded) for _ in range(3))
-    square = mean.square()
-    slots = {"mean": {"w": mean}, "square": {"w": square}}
-    moved, after = optimizer.update({"w": weight}, slots, {"w": grad}, lr=0.1, step=4)
-
-    in_place = [tensor.clone() for tensor in (weight, mean, square)]
-    stacked = {"mean": [in_place[1]], "square": [in_place[2]]}
-    optimizer.update_(
-        [in_place[0]], stacked, [grad], torch.tensor(0.1, dtype=torch.float64), torch.tensor(5.0)
-    )
-    expected = [moved["w"], after["mean"]["w"], after["square"]["w"]]
-    torch.testing.assert_close(in_place, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("optimizer", [Adam(), AdamW()], ids=["Adam", "AdamW"])
-def test_fednovas_pace_is_refused_for_adam(optimizer):
-    with pytest.raises(
-        ConfigError, match=f"FedNova was asked to normalize steps of {type(optimizer).__name__};"
-    ):
-        optimizer.effective_steps([1.0] * 3, 0.1, 0.0)
-
-
-def test_schedules():
-    assert [Constant()(r) for r in (0, 100)] == [1, 1]
-    steps = Steps((3, 5), 0.1)
-    assert [steps(r) for r in (0, 2, 3, 4, 5, 9)] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
-    cosine = Cosine(10)
-    assert [cosine(r) for r in (0, 5, 10, 12)] == pytest.approx([1, 0.5, 0, 0], abs=1e-15)
-    assert cosine(2) == pytest.approx((1 + math.cos(math.pi * 0.2)) / 2)
-
-
-def test_a_methods_rate_follows_its_schedule(perceptron):
-    method = FedAvg(local=LocalTraining(optimizer=SGD(lr=0.4), schedule=Steps((1,), 0.5)))
-    client = fq.methods.api.Client(0, fq.Budget(share=1.0), 4)
-    jobs = [Job(client, method.plan(None, client, World(perceptron))[0], round) for round in (0, 1)]
-    assert [method.learner(job, World(perceptron)).lr for job in jobs] == [0.4, 0.2]
-
-
-# --- batches ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("size", "last_batch", "sizes"),
-    [
-        (8, "keep", [4, 4]),
-        (10, "keep", [4, 4, 2]),
-        (10, "drop", [4, 4]),
-        (10, "merge", [4, 6]),
-        (9, "keep", [4, 5]),  # a tail of one joins: batch norm cannot train on it
-        (9, "drop", [4, 4]),
-        (9, "merge", [4, 5]),
-        (5, "keep", [5]),
-        (3, "keep", [3]),
-        (3, "drop", [3]),  # the only batch is never dropped
-        (3, "merge", [3]),
-        (1, "keep", [1]),
-        (0, "keep", []),
-    ],
+from tests.unit.round.test_optimizers import (
+    TORCH,
 )
-def test_batches(size, last_batch, sizes):
-    found = batched(torch.arange(size), 4, last_batch)
-    assert [len(batch) for batch in found] == sizes
-    assert torch.equal(torch.cat([torch.arange(0), *found]), torch.arange(sum(sizes)))
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 3))
-def test_an_epoch_meets_every_sample_once(size, batch_size, epochs):
-    local = LocalTraining(batch_size=batch_size, epochs=epochs)
-    batches = itinerary(size, local, key=5)
-    met = torch.cat(batches)
-    assert len(met) == size * epochs
-    for epoch in range(epochs):
-        assert sorted(met[epoch * size : (epoch + 1) * size].tolist()) == list(range(size))
-    assert all(len(batch) > 1 for batch in batches) or size == 1 or batch_size == 1
-    assert [b.tolist() for b in batches] == [b.tolist() for b in itinerary(size, local, key=5)]
-
-
-def test_epochs_and_clients_have_orders_of_their_own():
-    local = LocalTraining(batch_size=50, epochs=2)
-    first, second = itinerary(50, local, key=1)
-    assert first.tolist() != second.tolist()
-    assert first.tolist() != itinerary(50, local, key=2)[0].tolist()
-
-
-def naive_augment(inputs: Tensor, pad: int, flip: bool, key: Tensor) -> Tensor:
-    """One image after the other."""
-    count, _, height, width = inputs.shape
-    result = inputs.clone()
-    shifts = noise.uniform(noise.fold_in(key, -1), (2, count), torch.float32)
-    flips = noise.uniform(noise.fold_in(key, -2), (count,), torch.float32)
-    for image in range(count):
-        if pad:
-            padded = F.pad(inputs[image], (pad, pad, pad, pad))
-            top, left = (int(shift * (2 * pad + 1)) for shift in shifts[:, image])
-            result[image] = padded[:, top : top + height, left : left + width]
-        if flip and flips[image] < 0.5:
-            result[image] = result[image].flip(-1)
-    return result
-
-
-@pytest.mark.parametrize(("crop", "flip"), [(2, False), (0, True), (4, True), (0, False)])
-def test_augmentation_is_that_of_one_image_after_the_other(crop, flip):
-    inputs = torch.randn(40, 2, 5, 7, generator=torch.Generator().manual_seed(0))
-    local, keys = LocalTraining(crop=crop, flip=flip), torch.tensor([noise.key(1), noise.key(2)])
-    expected = [naive_augment(inputs, crop, flip, key) for key in keys]
-    assert torch.equal(augment(inputs, local, keys[0]), expected[0])
-    stacked = vmap(lambda key: augment(inputs, local, key))(keys)
-    assert torch.equal(stacked, torch.stack(expected))
-    if crop or flip:
-        assert not torch.equal(expected[0], expected[1])
-    else:
-        assert torch.equal(expected[0], inputs)
-
-
-@pytest.mark.parametrize("local", [LocalTraining(crop=1), LocalTraining(flip=True)])
-def test_only_images_are_augmented(local):
-    """A flipped sentence would be trained on without a word."""
-    with pytest.raises(ConfigError, match=r"they are for images .* a sample has shape \(5,\)"):
-        augment(torch.zeros(2, 5, dtype=torch.int64), local, torch.tensor(noise.key(0)))
-
-
-def test_crops_of_nothing_but_padding_are_refused():
-    key, images = torch.tensor(noise.key(0)), torch.ones(50, 1, 6, 4)
-    assert augment(images, LocalTraining(crop=3), key).flatten(1).any(1).all()
-    with pytest.raises(
-        ConfigError, match=r"crop = 4 was asked for; images are 6×4, .* Up to 3 fits\."
-    ):
-        augment(images, LocalTraining(crop=4), key)
-
-
-def test_every_shift_of_a_crop_is_drawn():
-    marked = torch.zeros(400, 1, 5, 5)
-    marked[:, 0, 2, 2] = 1
-    cropped = augment(marked, LocalTraining(crop=2), torch.tensor(noise.key(0)))
-    assert (cropped.sum(0) > 0).all()
-    assert float(cropped.sum()) == 400
-
 
 # --- objectives ---------------------------------------------------------------------------------
 
@@ -478,7 +209,7 @@ def test_a_phase_leaves_what_it_may_not_move_bit_for_bit(optimizer, share, perce
         learner, perceptron.member(arch), phase.objective, state, Received(state), batch_of(4, 1)
     )
     masks = learner.masks(perceptron.member(arch), phase, CPU)
-    moved, after = move(learner, phase, state, slots, grads, masks, step=1)
+    moved, after = move(learner, phase, state, slots, grads, masks, Step(1))
     for name in perceptron.trainable:
         frozen = ~masks[name]
         assert torch.equal(moved[name][frozen], state[name][frozen])
@@ -503,7 +234,7 @@ def test_a_weight_that_may_not_move_at_all_is_not_touched(residual):
     slots = learner.start_slots(state, residual.member(residual.whole))
     grads = {name: torch.ones_like(state[name]) for name in residual.trainable}
     masks = learner.masks(residual.member(residual.whole), Phase(moves=Part("norm")), CPU)
-    moved, after = move(learner, Phase(), state, slots, grads, masks, 0)
+    moved, after = move(learner, Phase(), state, slots, grads, masks, Step(0))
     for name in residual.trainable:
         assert torch.equal(moved[name], state[name]) != (name in residual.parts["norm"])
         assert torch.equal(after["momentum"][name], slots["momentum"][name]) != (
@@ -517,7 +248,9 @@ def test_a_phase_that_may_move_nothing_moves_nothing(perceptron):
         learner, state = learner_of(optimizer=optimizer), doubles(perceptron)
         slots = learner.start_slots(state, perceptron.member(perceptron.whole))
         grads = {name: torch.ones_like(state[name]) for name in perceptron.trainable}
-        moved, after = move(learner, Phase(), state, slots, grads, dict.fromkeys(grads, False), 0)
+        moved, after = move(
+            learner, Phase(), state, slots, grads, dict.fromkeys(grads, False), Step(0)
+        )
         assert all(moved[name] is state[name] for name in state)
         assert all(after[slot][name] is slots[slot][name] for slot in slots for name in grads)
 
@@ -671,7 +404,7 @@ def test_noise_of_dropout_changes_with_every_step(language):
         ),
     ],
 )
-def test_impossible_settings_are_refused_when_they_are_made(make, message):
+def test_impossible_settings_are_refused_at_construction(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 

@@ -20,7 +20,7 @@ from fedquilt.family.cut import prefix
 from fedquilt.methods import METHODS, FedAvg, FedDF, FedRolex
 from fedquilt.round.students import teaching
 from fedquilt.round.training.batches import itinerary, num_batches
-from fedquilt.round.training.objectives import Imitation
+from fedquilt.round.training.distillation import Imitation
 from fedquilt.round.training.server import ServerTraining
 from fedquilt.runs.experiment import Experiment
 from fedquilt.terms import Client, Job
@@ -223,7 +223,7 @@ def test_optimizers_give_the_same_numbers_in_every_layout(
     assert_same(play(method, perceptron, data), play(method, perceptron, data, engine=engine))
 
 
-def test_rates_go_on_where_steps_are_put_onto_the_device_in_chunks(
+def test_rates_continue_if_steps_are_put_onto_the_device_in_chunks(
     perceptron, play, make_data, monkeypatch
 ):
     monkeypatch.setattr("fedquilt.engines.vectorized.groups._CHUNK", 4)
@@ -373,11 +373,12 @@ def test_a_warm_up_as_long_as_the_shortest_round_of_a_client_is_refused(
     )
 
 
-def test_it_is_set_in_files_and_in_the_terminal(tmp_path, monkeypatch, capsys):
+def test_the_schedule_is_set_in_files_and_on_the_command_line(tmp_path, monkeypatch, capsys):
     text = """
     model = "mlp"
     data = "digits"
-    method = { name = "fedavg", local = { within_round = { warmup_steps = 3, shape = "cosine", final = 0.1 } } }
+    method.name = "fedavg"
+    method.local.within_round = { warmup_steps = 3, shape = "cosine", final = 0.1 }
     """
     local = Experiment.of(tomllib.loads(text)).method.local
     assert local.within_round == fq.schedules.WithinRound(3, shape="cosine", final=0.1)

@@ -21,7 +21,7 @@ from fedquilt.deploy.export import export_sizes
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.methods import FedBN, HeteroFL
 from fedquilt.round import Record
-from fedquilt.round.merge import Fold, Merged
+from fedquilt.round.fold import Fold, Merged
 from fedquilt.runs.best import mean_figure
 from fedquilt.runs.checkpoint import _digest
 from fedquilt.runs.experiment import load_run

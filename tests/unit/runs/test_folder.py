@@ -24,7 +24,7 @@ from fedquilt.errors import ConfigError, RecordError, TrainingError
 from fedquilt.fleets.availability import Diurnal, Trace
 from fedquilt.methods import FedAvg, FedBN, FedProx, LocalOnly
 from fedquilt.round import Grades, Record
-from fedquilt.round.merge import ServerAdam
+from fedquilt.round.server_optimizers import ServerAdam
 from fedquilt.runs import checkpoint
 from fedquilt.runs import folder as records
 from fedquilt.runs.checkpoint import Checkpointing

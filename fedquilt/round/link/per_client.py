@@ -5,39 +5,39 @@ from __future__ import annotations
 from fedquilt.errors import ConfigError
 
 # One number for all clients, or numbers by client id. A shorter list is repeated.
-Dealt = float | tuple[float, ...]
+PerClient = float | tuple[float, ...]
 
 
-def dealt(value: Dealt, client: int) -> float:
+def value_of(value: PerClient, client: int) -> float:
     """Return the number of a client."""
     return value[client % len(value)] if isinstance(value, tuple) else value
 
 
-def shown(value: Dealt) -> str:
+def as_text(value: PerClient) -> str:
     """Return the number, or all numbers of the list, as text."""
     return (
         ", ".join(f"{number:g}" for number in value) if isinstance(value, tuple) else f"{value:g}"
     )
 
 
-def take_lists(owner: object, *names: str) -> None:
+def convert_lists(owner: object, *names: str) -> None:
     """Convert list-valued fields of a frozen dataclass to tuples, which are hashable."""
     for name in names:
         if isinstance(value := getattr(owner, name), list):
             object.__setattr__(owner, name, tuple(value))
 
 
-def empty(owner: object, *names: str) -> dict[str, str]:
+def empty_lists(owner: object, *names: str) -> dict[str, str]:
     """Return an error message for each field that is an empty list."""
     return {
         name: "an empty list was asked for; "
-        "one number for all, or a list of one a client, would fit."
+        "one number for all clients, or a list with one per client, would fit."
         for name in names
         if getattr(owner, name) == ()
     }
 
 
-def check_dealt(owner: object, num_clients: int, *names: str) -> None:
+def check_lengths(owner: object, num_clients: int, *names: str) -> None:
     """Refuse lists whose length does not divide the number of clients.
 
     Otherwise some numbers would be used by one client more than others, by accident.
@@ -52,6 +52,5 @@ def check_dealt(owner: object, num_clients: int, *names: str) -> None:
         if isinstance(value, tuple) and num_clients % len(value):
             raise ConfigError(
                 f"{type(owner).__name__}: {name} has {len(value)} values for {num_clients} "
-                "clients; one for all, one a "
-                f"client, or as many as divide {num_clients} would fit."
+                f"clients; one for all, one a client, or as many as divide {num_clients} would fit."
             )

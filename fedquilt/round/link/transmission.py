@@ -12,29 +12,36 @@ from fedquilt.terms import Job, Payload, Weights
 if TYPE_CHECKING:
     from fedquilt.round.federation import World
 
-_SITE = 41  # Separates the random numbers of links from all others.
-_FIRST_CODEC_KEY = 2  # Key 1 is used by losses.
+# Purposes of the random numbers of a transmission. Codecs have two keys for each message.
+LOSS = 1
+FIRST_CODEC_KEY = 2
 
 
 @dataclass(frozen=True)
 class Transmission:
     """Client, round and direction of a message, whose hashes are the link's random numbers."""
 
-    world: World
-    job: Job
+    world: World  # It has the random seed.
+    job: Job  # It has client, round and scope.
     up: bool = False  # True: from client to server.
 
-    def key(self, what: int) -> int:
-        """Return the random key of this transmission for purpose number `what`."""
+    def key(self, purpose: int) -> int:
+        """Return the random key of this transmission for one purpose, such as `LOSS`."""
         job = self.job
         scope = zlib.crc32(job.submodel.scope.encode())
         return noise.key(
-            _SITE, self.world.seed, job.client.id, job.round, int(self.up), scope, what
+            noise.Stream.LINK,
+            self.world.seed,
+            job.client.id,
+            job.round,
+            int(self.up),
+            scope,
+            purpose,
         )
 
     def codec_keys(self, message: int = 0) -> tuple[int, int]:
         """Return the random keys of a coded message. Message 0 has the weights."""
-        first = _FIRST_CODEC_KEY + 2 * message
+        first = FIRST_CODEC_KEY + 2 * message
         return self.key(first), self.key(first + 1)
 
 
