@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
 from torch import Tensor
 
@@ -48,12 +46,3 @@ def channels_last(value: Tensor) -> Tensor:
         if value.is_cuda and value.dim() == 4
         else value
     )
-
-
-def outside_functorch() -> AbstractContextManager[None]:
-    """Return a context for creating tensors that outlive a functorch transform.
-
-    A tensor that is created inside of `torch.func.grad` belongs to the transform and is useless
-    after it.
-    """
-    return torch._C._DisableFuncTorch()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedquilt.engines.vectorized.groups import recorded, rewrite
 from fedquilt.hardware.device import channels_last
+from fedquilt.hardware.torch_internals import foreach_add_, foreach_zero_
 from fedquilt.round.training.optimizers import State
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class CapturedPass:
             # Without this, the memory could be reused before the stream has read it.
             self._batches.record_stream(self._stream)
         with self._on_stream():
-            torch._foreach_zero_(list(self._sums.values()))
+            foreach_zero_(list(self._sums.values()))
 
     def replay(self) -> bool:
         """Run the next batch. Return False if there is none."""
@@ -96,7 +97,7 @@ class CapturedPass:
     def _step(self) -> None:
         """Add the results of the current batch to the sums, and advance by one batch."""
         results = self._see()
-        torch._foreach_add_(list(self._sums.values()), [results[name] for name in self._sums])
+        foreach_add_(list(self._sums.values()), [results[name] for name in self._sums])
         self._at += 1
 
     def _see(self) -> State:

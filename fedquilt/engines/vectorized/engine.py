@@ -22,7 +22,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.utils._pytree import tree_flatten, tree_map
 
 from fedquilt import noise
 from fedquilt.engines.samples import EvalSamples
@@ -43,6 +42,7 @@ from fedquilt.errors import FedquiltError, first_line
 from fedquilt.family.grouped import GroupingError
 from fedquilt.family.member import Member
 from fedquilt.hardware.device import to_device_async
+from fedquilt.hardware.torch_internals import foreach_norm, tree_flatten, tree_map
 from fedquilt.round.budgets import learner_of
 from fedquilt.round.client import (
     NOTHING_LEFT,
@@ -1157,7 +1157,7 @@ class Vectorized(Simulation):
             for stack in stacks:
                 for job, client_left in zip(stack.jobs, stack.left, strict=True):
                     check_state(job, client_left.tensors)
-        norms = torch._foreach_norm([*learnt, *(stack.losses for stack in stacks)])
+        norms = foreach_norm([*learnt, *(stack.losses for stack in stacks)])
         if not bool(torch.stack(list(norms)).isfinite().all()):
             for stack, names in zip(stacks, moved, strict=True):
                 for client, job in enumerate(stack.jobs):

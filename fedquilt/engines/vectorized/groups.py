@@ -34,6 +34,7 @@ from fedquilt.errors.faults import is_out_of_memory
 from fedquilt.family.grouped import GroupingError, Undrawn, agrees
 from fedquilt.family.member import Member
 from fedquilt.hardware.device import channels_last, to_device_async
+from fedquilt.hardware.torch_internals import foreach_add_, foreach_copy_, foreach_zero_
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import Objective, apart
 from fedquilt.round.training.optimizers import State
@@ -273,7 +274,7 @@ class ClientGroup:
             rewrite(values, stack.received.slots[slot])
         for slot, values in self.slots.items():
             if stack.slots is None:
-                torch._foreach_zero_(list(values.values()))
+                foreach_zero_(list(values.values()))
             else:
                 rewrite(values, stack.slots[slot])
         self.held.copy_(stack.held)
@@ -585,7 +586,7 @@ class ClientGroup:
                 objective, batch, member, self.state, self.received
             )
             sums = hand.views  # Tensors of equal strides are added by one launch
-            torch._foreach_add_(
+            foreach_add_(
                 list(sums.values()),
                 [_laid_out_as(grads[name], gradient_sum) for name, gradient_sum in sums.items()],
             )
@@ -903,7 +904,7 @@ def rewrite(own: State, new: Mapping[str, Tensor]) -> None:
     matching_names = [name for name in names if new[name].stride() == own[name].stride()]
     # One launch copies all tensors of equal strides, provided that every pair matches.
     if matching_names:
-        torch._foreach_copy_(
+        foreach_copy_(
             [own[name] for name in matching_names], [new[name] for name in matching_names]
         )
     for name in names:
