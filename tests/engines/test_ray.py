@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 import fedquilt as fq
-from fedquilt.engines.ray.engine import Cluster, Ray, WorkerPool, _check_reachable, cut
+from fedquilt.engines.ray.connection import Cluster, check_reachable
+from fedquilt.engines.ray.engine import Ray, cut
+from fedquilt.engines.ray.pool import WorkerPool
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, SplitMix
 from fedquilt.names import find
@@ -45,7 +47,7 @@ pytestmark = pytest.mark.slow  # a cluster of processes beside the tests' own: `
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[WorkerPool]:
+def pool() -> Iterator[WorkerPool]:
     """Two workers of this machine. Engines that ask for the same get these, so that they are
     started once.
     """
@@ -57,7 +59,7 @@ def crew() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture
-def start(crew, make_data):
+def start(pool, make_data):
     def start(method, family, engine="ray", cluster=TWO, precision="fp64", link=fq.Link(), **fleet):
         data = make_data(family, RAGGED, labels=2)
         devices = fq.Fleet.of(SHARES, 6, **{"cohort": 6, **fleet})
@@ -111,7 +113,7 @@ def test_every_method_gives_the_numbers_of_the_sequential_engine(name, residual,
 
 @pytest.mark.parametrize("name", CUTTING)
 def test_every_method_gives_the_numbers_of_the_sequential_engine_over_a_link(name, residual, start):
-    """Workers have the run's link, and what clients keep for it comes back: two runs on one crew,
+    """Workers have the run's link, and what clients keep for it comes back: two runs on one pool,
     each with its own.
     """
     for link in (LINKS["everything"], LINKS["lossy"]):
@@ -180,7 +182,7 @@ def test_norms_of_each_client_give_the_numbers_of_the_sequential_engine(
 
 @pytest.mark.parametrize("on", ["test", "validation"])
 def test_base_nets_sorted_by_validation_give_the_numbers_of_the_sequential_engine(
-    on, residual, crew, make_data
+    on, residual, pool, make_data
 ):
     data = make_data(residual, RAGGED, labels=2).with_validation(0.3)
     method = with_local(SplitMix(base=0.25, sort=True), batch_size=4, norm="post")
@@ -278,17 +280,17 @@ def test_chunks_are_neighbours_in_order():
     assert cut([], 8) == []
 
 
-def test_only_sums_come_back(residual, start, crew, monkeypatch):
+def test_only_sums_come_back(residual, start, pool, monkeypatch):
     """Neither the server's weights nor the family travel with a partial fold."""
     run = start(HeteroFL(), residual)
     seen = []
-    real = crew.answers
-    monkeypatch.setattr(crew, "answers", lambda calls: (seen.append(a) or a for a in real(calls)))
+    real = pool.results
+    monkeypatch.setattr(pool, "results", lambda calls: (seen.append(a) or a for a in real(calls)))
     run.train(1)
     whole = sum(weight.nbytes for weight in run.server.weights.values())
     assert len(seen) == 6
     assert all(sum(array.nbytes for array in parcel.tensors) <= whole for parcel in seen)
-    assert all(len(parcel.rest) < 20_000 for parcel in seen)
+    assert all(len(parcel.pickled) < 20_000 for parcel in seen)
 
 
 # --- workers that die ---------------------------------------------------------------------------
@@ -318,7 +320,7 @@ def test_a_worker_killed_in_a_round_changes_nothing(residual, start, tmp_path, c
     plain = start(HeteroFL(), residual).train(2)
     other = start(Deadly(trace=str(trace), driver=os.getpid()), residual).train(2)
     assert trace.exists()
-    assert "clients 3 in round 1 died; another does it again" in caplog.text
+    assert "clients 3 in round 1 died; another worker trains them again" in caplog.text
     assert_identical(plain, other)
 
 
@@ -333,10 +335,10 @@ def test_a_client_that_kills_every_worker_is_named_and_nothing_is_lost(residual,
     assert all(torch.equal(weight, before[name]) for name, weight in run.server.weights.items())
 
 
-def test_workers_killed_between_rounds_are_replaced(residual, start, crew):
+def test_workers_killed_between_rounds_are_replaced(residual, start, pool):
     ray = pytest.importorskip("ray")
     plain, other = start(HeteroFL(), residual).train(2), start(HeteroFL(), residual).train(1)
-    for worker in crew._idle:
+    for worker in pool._idle:
         ray.kill(worker)
     assert_identical(plain, other.train(2))
 
@@ -373,7 +375,7 @@ def test_a_failing_method_names_the_clients_and_the_round(residual, start):
         match=r"trained clients 4 in round 1 failed: ValueError: on purpose \(in process",
     ):
         run.train(1)
-    run.federation = start(FedAvg(), residual).federation  # the crew is as good as before
+    run.federation = start(FedAvg(), residual).federation  # the pool is as good as before
     assert run.train(1).server.round == 1
 
 
@@ -453,8 +455,8 @@ def test_nobody_at_the_address_is_told_at_once():
     with pytest.raises(
         ConfigError, match=r"no Ray cluster could be reached at '127\.0\.0\.1:1': ConnectionRefused"
     ):
-        _check_reachable("127.0.0.1:1")
-    _check_reachable("auto")
+        check_reachable("127.0.0.1:1")
+    check_reachable("auto")
 
 
 def test_importing_and_listing_engines_does_not_import_ray():
@@ -479,7 +481,7 @@ def test_a_cluster_that_is_there_is_used_and_left_running(tmp_path):
                                    [range(4), range(4, 8)])
         family = fq.trace(nn.Linear(4, 3), data.example)
         run = fq.run(fq.methods.FedAvg(), family, data, fq.Fleet.of((1.0,), 2, 2), "ray", 1)
-        assert run.engine._crew.size == 2
+        assert run.engine._pool.size == 2
         del run
         gc.collect()
         assert ray.is_initialized()
