@@ -17,7 +17,8 @@ from measure import SHARES, images, machine
 
 import fedquilt as fq
 from fedquilt.engines.vectorized.engine import Vectorized
-from fedquilt.engines.vectorized.groups import ClientGroup, Layout, Shape
+from fedquilt.engines.vectorized.group_tensors import Layout, Shape
+from fedquilt.engines.vectorized.groups import ClientGroup
 from fedquilt.methods import HeteroFL
 from fedquilt.round.federation import World
 from fedquilt.round.training.local import LocalTraining
@@ -48,7 +49,7 @@ def step(some: list[ClientGroup]) -> float:
     began = time.process_time()
     for unit in some:
         unit.replay_alone()
-        unit.at.zero_()
+        unit.chunk_step.zero_()
     return time.process_time() - began
 
 

@@ -156,7 +156,7 @@ def test_recorded_steps_give_the_numbers_of_the_truth(
 
     Tails are recorded, too, at once; in the tests above they are rare and taken as they come.
     """
-    monkeypatch.setattr("fedquilt.engines.vectorized.groups._RARE", 0)
+    monkeypatch.setattr("fedquilt.engines.vectorized.groups.MIN_UNUSUAL_STEPS", 0)
     method, data = with_local(METHODS[name](), batch_size=4, epochs=2), make_data(residual, RAGGED)
     truth = play(method, residual, data, shares=SHARES)
     fleet, how = fq.Fleet.of(SHARES, data.num_clients, data.num_clients), fq.Evaluation(every=0)
@@ -180,7 +180,7 @@ def test_recorded_steps_read_the_rate_of_their_step(
         pytest.skip(
             "an optimizer that counts steps is not recorded where only parts of the net move"
         )
-    monkeypatch.setattr("fedquilt.engines.vectorized.groups._RARE", 0)
+    monkeypatch.setattr("fedquilt.engines.vectorized.groups.MIN_UNUSUAL_STEPS", 0)
     within_round = fq.schedules.WithinRound(warmup_share=0.4, shape="cosine", final=0.1)
     method = with_local(
         METHODS[name](), batch_size=4, epochs=3, optimizer=optimizer, within_round=within_round
@@ -223,7 +223,7 @@ def test_recorded_attacks_give_the_numbers_of_the_truth(
     run = fq.prepare(method, family, data, fleet, "vectorized", 0, "cuda", "fp64", how)
     run.engine.layout = layout
     assert_same(truth, on_cpu(run.train(2)), atol=1e-8)
-    assert not run.engine.examiner.unswept
+    assert not run.engine.evaluator.unswept
 
 
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
@@ -261,9 +261,9 @@ def test_recorded_and_unrecorded_steps_agree_and_graphs_are_reused(residual, mak
     assert_same(on_cpu(runs[0]), on_cpu(runs[1]), atol=1e-8)
     engine = runs[0].engine
     runs[0].train(30)
-    sizes = {(shape.arch, shape.count) for shape in engine._idle}
+    sizes = {(shape.arch, shape.count) for shape in engine.groups.idle}
     # one unit a member and size, not one a round
-    assert sum(map(len, engine._idle.values())) == len(sizes) <= 3 * 4
+    assert sum(map(len, engine.groups.idle.values())) == len(sizes) <= 3 * 4
 
 
 def test_one_round_in_float32_is_within_1e_4_of_the_cpu(residual, make_data):

@@ -82,6 +82,6 @@ def test_nets_that_nobody_uses_any_more_are_forgotten(residual, make_data):
         method, residual, make_data(residual, (4, 4)), fleet, evaluation=fq.Evaluation(every=0)
     ).train(3)
     engine = run.engine
-    assert engine._nested
-    engine._idle.clear()
-    assert not engine._nested
+    assert engine.line_cache.nested
+    engine.groups.idle.clear()
+    assert not engine.line_cache.nested

@@ -688,7 +688,7 @@ def test_what_torch_stacks_client_by_client_is_stacked_without_a_word(play, make
     )
     for other in others:
         assert_same(truth, other)
-        assert not other.engine.single
+        assert not other.engine.unstackable
     assert not caplog.records
 
 

@@ -13,8 +13,10 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.engines.vectorized.captured import CapturedPass, by_turns
-from fedquilt.engines.vectorized.engine import Vectorized
-from fedquilt.engines.vectorized.groups import CaptureError
+from fedquilt.engines.vectorized.cuda_graph import CaptureError
+from fedquilt.engines.vectorized.group_store import GroupStore
+from fedquilt.engines.vectorized.stack import build_stack
+from fedquilt.engines.vectorized.stacked_step import train_step
 from fedquilt.family.cut import prefix
 from fedquilt.methods import METHODS, HeteroFL
 from fedquilt.models import PreResNet
@@ -110,11 +112,11 @@ def test_a_tail_that_everyone_has_is_played_like_a_whole_batch(
     """
     steps = []
 
-    def step(self, stack, step, clients, own=Vectorized.step):
+    def step(engine, stack, step, clients):
         steps.append((step, clients))
-        own(self, stack, step, clients)
+        train_step(engine, stack, step, clients)
 
-    monkeypatch.setattr(Vectorized, "step", step)
+    monkeypatch.setattr("fedquilt.engines.vectorized.groups.train_step", step)
     method, data = with_local(METHODS[name](), batch_size=4), make_data(residual, sizes)
     played(method, residual, data, "stack", shares=[1.0])
     assert len(steps) == apart
@@ -156,22 +158,24 @@ def test_units_that_nobody_uses_are_kept_within_the_memory(residual, make_data, 
     run = fq.prepare(
         method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0)
     ).train(12)
-    many = len(run.engine._idle)
+    many = len(run.engine.groups.idle)
     less = fq.prepare(
         method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0)
     )
-    monkeypatch.setattr("fedquilt.engines.vectorized.engine._KEPT", 1)
-    less.engine.memory = most = 3 * max(run.engine._held_by(shape) for shape in run.engine._idle)
+    monkeypatch.setattr("fedquilt.engines.vectorized.group_store.IDLE_STACKS", 1)
+    less.engine.memory = most = 3 * max(
+        run.engine.groups.idle_bytes(shape) for shape in run.engine.groups.idle
+    )
     less.train(12)
-    assert 1 < len(less.engine._idle) < many
-    assert sum(less.engine._held_by(shape) for shape in less.engine._idle) <= most
+    assert 1 < len(less.engine.groups.idle) < many
+    assert sum(less.engine.groups.idle_bytes(shape) for shape in less.engine.groups.idle) <= most
     assert_same(run, less)
 
 
 @pytest.mark.parametrize("name", ["heterofl", "fedrescue"])
 def test_steps_are_put_onto_the_device_in_chunks(name, residual, make_data, play, monkeypatch):
     """Batches, noise and losses of more steps than are there at once."""
-    monkeypatch.setattr("fedquilt.engines.vectorized.groups._CHUNK", 2)
+    monkeypatch.setattr("fedquilt.engines.vectorized.group_tensors.CHUNK_STEPS", 2)
     method, data = (
         with_local(METHODS[name](), batch_size=3, epochs=2, crop=1, flip=True),
         make_data(residual, RAGGED),
@@ -189,11 +193,11 @@ def test_a_tail_is_recorded_once_it_is_usual(residual, make_data):
         "alone",
         shares=(1.0,),
     )
-    ((unit,),) = run.engine._idle.values()
-    assert unit._usual(2)  # nothing is recorded on a CPU, and so nothing is rare
+    ((unit,),) = run.engine.groups.idle.values()
+    assert unit._is_usual(2)  # nothing is recorded on a CPU, and so nothing is rare
     unit.stream = "some stream"
-    assert [unit._usual(2) for _ in range(34)] == [False] * 32 + [True] * 2
-    assert not unit._usual(3)
+    assert [unit._is_usual(2) for _ in range(34)] == [False] * 32 + [True] * 2
+    assert not unit._is_usual(3)
 
 
 # --- sweeps -------------------------------------------------------------------------------------
@@ -219,7 +223,7 @@ def test_swept_evaluation_and_calibration_give_the_same_numbers(
     for mine, theirs in zip(swept.records, truth.records, strict=True):
         assert_same_grades(mine, theirs)
     assert bool(begun) == (batch_size < 100)
-    assert all(len(own) == 1 for own in swept.engine.examiner.sweeps.values())
+    assert all(len(own) == 1 for own in swept.engine.evaluator.sweeps.values())
     submodel = prefix(residual.whole)
     cut = residual.cutter.gather(truth.server.weights, submodel, residual.trainable)
     ours, theirs = (
@@ -317,15 +321,13 @@ def test_few_clients_are_alone_where_many_are_faster_alone(residual):
         timed.append(shape.count)
         return "laid" if shape.count == 8 else "alone"
 
-    engine = SimpleNamespace(
-        layout="auto", device=torch.device("cuda"), recorded=True, _chosen={}, _fastest=fastest
-    )
+    engine = SimpleNamespace(layout="auto", device=torch.device("cuda"), captures_steps=True)
+    store = GroupStore(engine)
+    store._fastest = fastest
     learner = HeteroFL().learner(
         Job(Client(0, fq.Budget(share=1.0), 1), prefix(residual.whole), 0), World(residual)
     )
-    found = [
-        Vectorized._layout(engine, residual.whole, learner, count) for count in (4, 2, 8, 2, 1)
-    ]
+    found = [store.layout_for(residual.whole, learner, count) for count in (4, 2, 8, 2, 1)]
     assert found == ["alone", "alone", "laid", "alone", "alone"]
     assert timed == [4, 8]
 
@@ -347,7 +349,7 @@ def test_few_clients_are_alone_where_many_are_faster_alone(residual):
     ],
 )
 def test_recorded_stacks_are_of_clients_with_equal_tails_or_alike_in_length(
-    sizes, stacks, residual, make_data, play
+    sizes, stacks, residual, make_data, play, monkeypatch
 ):
     method, data = with_local(HeteroFL(), batch_size=4), make_data(residual, sizes)
     fleet = fq.Fleet.of((1.0,), len(sizes), len(sizes))
@@ -355,10 +357,13 @@ def test_recorded_stacks_are_of_clients_with_equal_tails_or_alike_in_length(
         method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0)
     )
     run.engine.record, run.engine.layout = True, "laid"
-    seen, stack = [], run.engine._stack
-    run.engine._stack = lambda *given: (
-        seen.append([job.client.size for job in given[2]]) or stack(*given)
-    )
+    seen = []
+
+    def build(engine, server, learner, jobs, shares):
+        seen.append([job.client.size for job in jobs])
+        return build_stack(engine, server, learner, jobs, shares)
+
+    monkeypatch.setattr("fedquilt.engines.vectorized.engine.build_stack", build)
     run = run.train(1)
     assert sorted(map(sorted, seen)) == sorted(map(sorted, stacks))
     assert_same(play(method, residual, data, fleet=fleet, rounds=1), run)
@@ -418,7 +423,7 @@ def test_a_net_that_begins_in_place_is_trained_alike_in_every_layout(name, attac
     for layout in LAYOUTS if attack is None else ("alone", "stack"):
         ours = played(method, family, data, layout)
         assert_same(truth, ours)
-        assert not ours.engine._refused
+        assert not ours.engine.groups.refused
 
 
 class Neighbourly(nn.Module):
@@ -436,11 +441,11 @@ class Neighbourly(nn.Module):
         return self.head(self.norm(torch.relu(self.conv(x))).mean((2, 3)))
 
 
-def test_nets_that_would_see_each_other_are_not_laid(make_data, play):
+def test_nets_that_depend_on_each_other_are_not_trained_side_by_side(make_data, play):
     family = fq.trace(Neighbourly, torch.zeros(2, 3, 8, 8))
     method, data = with_local(HeteroFL(), batch_size=4), make_data(family, RAGGED)
     ours = played(method, family, data, "laid", 2)
-    assert any("see each other" in why for why in ours.engine._refused.values())
+    assert any("see each other" in why for why in ours.engine.groups.refused.values())
     assert_same(play(method, family, data, shares=SHARES), ours)
 
 

@@ -308,8 +308,10 @@ def test_a_unit_that_was_recorded_for_other_shares_is_used_again(
     """On a GPU a recorded step reads the shares from a buffer; nothing is recorded anew."""
     made = []
     monkeypatch.setattr(
-        "fedquilt.engines.vectorized.engine.ClientGroup",
-        lambda *args, own=fq.engines.vectorized.engine.ClientGroup: made.append(args) or own(*args),
+        "fedquilt.engines.vectorized.group_store.ClientGroup",
+        lambda *args, own=fq.engines.vectorized.group_store.ClientGroup: (
+            made.append(args) or own(*args)
+        ),
     )
     data, method = make_data(perceptron, (4, 4, 4), labels=2), with_local(HeteroFL(), batch_size=4)
     fleet = fq.Fleet.of(UNEQUAL, 3, 1)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fedquilt.engines.vectorized.groups import recorded, rewrite
+from fedquilt.engines.vectorized.cuda_graph import capture
+from fedquilt.engines.vectorized.stacking import rewrite
 from fedquilt.hardware.device import channels_last
 from fedquilt.hardware.torch_internals import foreach_add_, foreach_zero_
 from fedquilt.round.training.optimizers import State
@@ -57,7 +58,7 @@ class CapturedPass:
         with self._on_stream():
             self._sums = {name: torch.zeros_like(value) for name, value in self._see().items()}
         if self._stream is not None:
-            self._graph = recorded(self._step, self._stream)
+            self._graph = capture(self._step, self._stream)
 
     def begin(self, weights: Weights, batches: list[Tensor]) -> None:
         """Load weights and the positions of batches of equal size, and reset the sums."""

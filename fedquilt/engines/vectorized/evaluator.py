@@ -16,7 +16,9 @@ from torch.func import vmap
 
 from fedquilt.engines.samples import EvalSamples
 from fedquilt.engines.vectorized.captured import CapturedPass, Look, by_turns
-from fedquilt.engines.vectorized.groups import CaptureError, fails_alone, stacked
+from fedquilt.engines.vectorized.cuda_graph import CaptureError
+from fedquilt.engines.vectorized.failures import fails_alone
+from fedquilt.engines.vectorized.stacking import stacked
 from fedquilt.errors import first_line
 from fedquilt.hardware.device import channels_last
 from fedquilt.round.evaluate import EvalSpec, Score, mean_statistics
@@ -225,7 +227,7 @@ class Evaluator:
             return measure(outputs, targets, held), {"outputs": outputs} if task.collected else {}
 
         # A single batch is faster without vmap, and some nets cannot be stacked.
-        if len(exams) == 1 or any(net.arch in self.engine.single for net in kind.nets):
+        if len(exams) == 1 or any(net.arch in self.engine.unstackable for net in kind.nets):
             batch_results, all_targets = [], []
             with torch.no_grad():
                 for exam, batch_rows in zip(exams, rows, strict=True):
@@ -315,7 +317,7 @@ class Evaluator:
             for first in range(0, len(same_size), max_batches):
                 chunk = same_size[first : first + max_batches]
                 with torch.no_grad():
-                    if max_batches > 1 and arch not in self.engine.single:
+                    if max_batches > 1 and arch not in self.engine.unstackable:
                         try:
                             measured += together(chunk)
                             continue
@@ -340,9 +342,9 @@ class Evaluator:
         full_batches = [rows for rows in batches if len(rows) == size]
         # The seed is part of the key, because a captured attack has it as a constant.
         key = kind, size, tuple(weights), self.world.seed, self.world.task
-        if not self.engine.recorded or len(full_batches) < _SWEPT or key in self.unswept:
+        if not self.engine.captures_steps or len(full_batches) < _SWEPT or key in self.unswept:
             return None, batches
-        if self.engine.need(self._widest(kind.nets), size, 0) > self.engine.memory:
+        if self.engine.client_bytes(self._widest(kind.nets), size, 0) > self.engine.memory:
             return None, batches
         idle = self.sweeps.setdefault(key, [])
         try:
@@ -392,7 +394,7 @@ class Evaluator:
     def _batches_at_once(self, arch: Arch, batch_size: int) -> int:
         """Return the number of batches of a member that run at once, few on a CPU."""
         if self.engine.device.type == "cuda":
-            return max(1, self.engine.memory // self.engine.need(arch, batch_size, 0))
+            return max(1, self.engine.memory // self.engine.client_bytes(arch, batch_size, 0))
         return max(1, _AT_ONCE // self._activations(arch, batch_size))
 
     def _exam_size(self, kind: EvalSpec, batch_size: int) -> int:
