@@ -223,7 +223,7 @@ def test_recorded_attacks_give_the_numbers_of_the_truth(
     run = fq.prepare(method, family, data, fleet, "vectorized", 0, "cuda", "fp64", how)
     run.engine.layout = layout
     assert_same(truth, on_cpu(run.train(2)), atol=1e-8)
-    assert not run.engine.evaluator.unswept
+    assert not run.engine.evaluator.uncapturable
 
 
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack"])

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.engines import Vectorized
 from fedquilt.family.cut import prefix
 from fedquilt.methods import METHODS, FedRolex, HeteroFL, SplitMix
 from fedquilt.round.link import Transmission
@@ -241,7 +240,8 @@ def test_nets_that_cannot_be_stacked_go_over_the_same_link(residual, make_data, 
 
     data, method = make_data(residual, RAGGED), with_local(HeteroFL(), batch_size=4)
     truth = play(method, residual, data, SHARES, link=LINKS["everything"])
-    monkeypatch.setattr(Vectorized, "gradients", refused)
+    for module in ("stacked_step", "group_step"):
+        monkeypatch.setattr(f"fedquilt.engines.vectorized.{module}.gradients", refused)
     fleet, how = fq.Fleet.of(SHARES, 6, 6), fq.Evaluation(every=0)
     run = fq.prepare(method, residual, data, fleet, precision="fp64", evaluation=how)
     run.engine.layout = "stack"

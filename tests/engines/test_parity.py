@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.engines import Vectorized
 from fedquilt.family.norms import NORM_POLICIES
 from fedquilt.methods import (
     METHODS,
@@ -699,7 +698,8 @@ def test_nets_that_cannot_be_stacked_are_trained_one_after_another(
     def refused(*_args):
         raise RuntimeError("Batching rule not implemented for aten::something. We could not")
 
-    monkeypatch.setattr(Vectorized, "gradients", refused)
+    for module in ("stacked_step", "group_step"):
+        monkeypatch.setattr(f"fedquilt.engines.vectorized.{module}.gradients", refused)
     data, method = make_data(residual, RAGGED), with_local(HeteroFL(), batch_size=4)
     truth = play(method, residual, data, shares=SHARES)
     fleet = fq.Fleet.of(SHARES, data.num_clients, data.num_clients)

@@ -223,7 +223,7 @@ def test_swept_evaluation_and_calibration_give_the_same_numbers(
     for mine, theirs in zip(swept.records, truth.records, strict=True):
         assert_same_grades(mine, theirs)
     assert bool(begun) == (batch_size < 100)
-    assert all(len(own) == 1 for own in swept.engine.evaluator.sweeps.values())
+    assert all(len(own) == 1 for own in swept.engine.evaluator.idle_passes.values())
     submodel = prefix(residual.whole)
     cut = residual.cutter.gather(truth.server.weights, submodel, residual.trainable)
     ours, theirs = (
@@ -251,7 +251,7 @@ def test_sweeps_are_played_by_turns():
 
 
 def test_a_sweep_names_its_samples_in_chunks(residual, make_data, play, monkeypatch):
-    monkeypatch.setattr("fedquilt.engines.vectorized.captured._CHUNK", 2)
+    monkeypatch.setattr("fedquilt.engines.vectorized.captured.CHUNK_BATCHES", 2)
     how, data = fq.Evaluation(every=1, batch_size=4), make_data(residual, RAGGED, tests=30)
     truth = play(HeteroFL(), residual, data, shares=SHARES, evaluation=how)
     swept = played(HeteroFL(), residual, data, "stack", how=how)
@@ -307,7 +307,7 @@ def test_nets_whose_evaluation_cannot_be_recorded_are_told_once(
     truth = play(method, residual, data, shares=SHARES, evaluation=how)
     for mine, theirs in zip(swept.records, truth.records, strict=True):
         assert_same_grades(mine, theirs)
-    told = [line.message for line in caplog.records if "cannot be recorded" in line.message]
+    told = [line.message for line in caplog.records if "cannot be captured" in line.message]
     assert len(told) == 1  # for all members, which are tested and measured
 
 
