@@ -372,7 +372,7 @@ def test_a_failing_method_names_the_clients_and_the_round(residual, start):
     run = start(Failing(), residual)
     with pytest.raises(
         TrainingError,
-        match=r"trained clients 4 in round 1 failed: ValueError: on purpose \(in process",
+        match=r"trained clients 4 in round 1 failed: ValueError: on purpose \(.*in learner\) \(in process",
     ):
         run.train(1)
     run.federation = start(FedAvg(), residual).federation  # the pool is as good as before
