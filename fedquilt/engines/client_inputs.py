@@ -68,14 +68,15 @@ class ClientInputs(Engine):
     def __post_init__(self) -> None:
         if why := unfit(self.precision, str(self.device)):
             raise ConfigError(f"precision = {why}")
-        self._given = self.data
+        self._unmoved_data = self.data  # Samples as they were given, before they were moved
         self.data = self.data.to(self.device, DTYPES[self.precision])
         self._federation: Federation | None = None
         self.once = Once(_log)  # Logs each warning once per federation, which is one run
+        # Cuts of the server's state, by slot, sub-model and names of weights.
         self._cuts: dict[tuple[str, Submodel, tuple[str, ...]], dict[str, Tensor]] = {}
-        self._cut_from: Weights | None = None
-        self._classes: dict[int, Tensor] = {}
-        self._attackable: set[PGD] = set()
+        self._cut_from: Weights | None = None  # Weights that the cached cuts are cut from
+        self._classes: dict[int, Tensor] = {}  # Class masks by client
+        self._attackable: set[PGD] = set()  # Attacks whose range has been checked
         # Seed, and positions shuffled by it, of each set.
         self._orders: dict[SampleSet, tuple[int, Tensor]] = {}
         # True: the samples are public ones, without targets and without owners.
@@ -141,18 +142,22 @@ class ClientInputs(Engine):
         return Payload(job.submodel, weights, slots, extras, coded, first)
 
     def _cut(
-        self, slot: str, whole: Weights, submodel: Submodel, names: tuple[str, ...]
+        self, slot: str, weights: Weights, submodel: Submodel, names: tuple[str, ...]
     ) -> dict[str, Tensor]:
         """Return the named weights of a sub-model, or a slot for them.
 
-        The slot "" stands for the weights themselves, and `_FIRST` for weights that a client gets
-        once.
+        Args:
+            slot: Name of the slot. "" means the weights themselves, and `_FIRST` weights that a
+                client gets once.
+            weights: Weights or slot values of the whole model.
+            submodel: Positions to cut out.
+            names: Weights to cut.
         """
         key = slot, submodel, names
         if key not in self._cuts:
             if len(self._cuts) >= MAX_CACHED_CUTS:
                 self._cuts.pop(next(iter(self._cuts)))
-            self._cuts[key] = self.world.family.cutter.gather(whole, submodel, names)
+            self._cuts[key] = self.world.family.cutter.gather(weights, submodel, names)
         return self._cuts[key]
 
     # --- batches ---------------------------------------------------------------------------------
@@ -173,15 +178,13 @@ class ClientInputs(Engine):
         Args:
             job: Client, round and sub-model.
             learner: Local training.
-            extras: Extras of the client, which tell the public samples of a teacher's outputs.
-                None: none.
+            extras: Extras of the client, from which the public samples of a teacher's outputs
+                follow. None: the client has none.
         """
-        is_own = not learner.teacher
-        part = (
-            self.data.parts[job.client.id]
-            if is_own
-            else self.teacher_rows(learner, extras or {}).positions
-        )
+        if learner.teacher:
+            part = self.teacher_rows(learner, extras or {}).positions
+        else:
+            part = self.data.parts[job.client.id]
         if not len(part):
             return []
         batches = itinerary(len(part), learner.local, self.keys(job)[0])
@@ -189,7 +192,7 @@ class ClientInputs(Engine):
             batches = batches[: learner.max_batches]
         return list(part[torch.cat(batches)].split_with_sizes([len(batch) for batch in batches]))
 
-    def pass_batches(self, job: Job, learner: Learner, one: ClientPass) -> list[Tensor]:
+    def pass_batches(self, job: Job, learner: Learner, client_pass: ClientPass) -> list[Tensor]:
         """Return the sample positions of every batch that a pass runs on.
 
         They refer to the pool, or to the public samples if the pass uses these.
@@ -197,48 +200,58 @@ class ClientInputs(Engine):
         Args:
             job: Client, round and sub-model.
             learner: Local training.
-            one: Pass to run.
+            client_pass: Pass to run.
         """
-        size = one.batch_size(learner.local)
-        if one.public:
+        size = client_pass.batch_size(learner.local)
+        if client_pass.public:
             if self.world.public is None:
                 raise ConfigError(
-                    f"{type(self.method).__name__} was asked for, whose pass {one.name!r} runs on "
-                    "public samples; the data has none. data.public = 0.1 in a file, "
+                    f"{type(self.method).__name__} was asked for, whose pass {client_pass.name!r} "
+                    "runs on public samples; the data has none. data.public = 0.1 in a file, "
                     "pool.with_public(0.1) in Python, sets samples aside."
                 )
             return batched(
-                drawn_positions(self.world.seed, job.round, one.draw, self.world.num_public), size
+                drawn_positions(
+                    self.world.seed, job.round, client_pass.draw, self.world.num_public
+                ),
+                size,
             )
         part = self.data.parts[job.client.id]
-        return batched(part[noise.order(self.pass_key(job, learner, one), len(part))], size)
+        return batched(part[noise.order(self.pass_key(job, learner, client_pass), len(part))], size)
 
-    def pass_key(self, job: Job, learner: Learner, one: ClientPass) -> int:
+    def pass_key(self, job: Job, learner: Learner, client_pass: ClientPass) -> int:
         """Return the random seed of the order of a pass's samples and of its noise.
 
         Args:
             job: Client, round and sub-model.
             learner: Local training, which has the pass.
-            one: Pass to run.
+            client_pass: Pass to run.
         """
-        return noise.key(4, self.world.seed, job.client.id, job.round, learner.passes.index(one))
+        return noise.key(
+            4, self.world.seed, job.client.id, job.round, learner.passes.index(client_pass)
+        )
 
-    def pass_samples(self, one: ClientPass, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def pass_samples(self, client_pass: ClientPass, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of a pass.
 
         Public samples have no targets, so that their targets are zeros.
 
         Args:
-            one: Pass to run.
+            client_pass: Pass to run.
             rows: Positions of samples, of any shape.
         """
-        if not one.public:
+        if not client_pass.public:
             return self.data.samples(rows), self.data.targets[rows]
         assert self.world.public is not None
         return self.world.public[rows], torch.zeros_like(rows)
 
     def samples(self, kind: EvalSpec, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets at positions of the set that a kind of evaluation uses."""
+        """Return inputs and targets at positions of the set that a kind of evaluation uses.
+
+        Args:
+            kind: Forward pass, which says whether the samples are training or test samples.
+            rows: Positions of samples, of any shape.
+        """
         if kind.training:
             return self.data.samples(rows), self.data.targets[rows]
         return self.data.test_samples(rows), self.data.test_targets[rows]
@@ -263,7 +276,7 @@ class ClientInputs(Engine):
         """Return an evaluation with the positions of its samples and the classes that count."""
         class_mask = None
         if job.own_classes and job.client is not None:
-            class_mask = self.held(job.client).to(self.device)
+            class_mask = self.classes_held(job.client).to(self.device)
         return EvalSamples(
             job.label,
             job.nets,
@@ -285,11 +298,9 @@ class ClientInputs(Engine):
             return self.pooled
         if job.on == "validation":
             validation_parts = self.data.validation_parts
-            return (
-                self.validation
-                if job.client is None or validation_parts is None
-                else validation_parts[job.client]
-            )
+            if job.client is None or validation_parts is None:
+                return self.validation
+            return validation_parts[job.client]
         parts = self.data.test_parts
         if job.client is not None and parts is not None:
             return parts[job.client]
@@ -301,7 +312,7 @@ class ClientInputs(Engine):
         """Return the number of training samples of a client."""
         return self.data.size(client)
 
-    def held(self, client: int) -> Tensor:
+    def classes_held(self, client: int) -> Tensor:
         """Return a mask (class,) on the CPU that is True where the client has samples of the class.
 
         If targets are not classes, it is True for every output.
@@ -372,9 +383,9 @@ class ClientInputs(Engine):
             DivergenceError: A loss or a weight is not finite.
             TrainingError: A loss is not finite because of the client's samples.
         """
-        good = losses.isfinite()
-        if not bool(good.all()):
-            step = int((~good).nonzero()[0])
+        is_finite = losses.isfinite()
+        if not bool(is_finite.all()):
+            step = int((~is_finite).nonzero()[0])
             flaw = "" if self._is_public else self.data.flaw(job.client.id)
             kind = TrainingError if flaw else DivergenceError
             hint = flaw or "A smaller learning rate or gradient clipping (clip=1.0) would help"

@@ -18,7 +18,7 @@ from fedquilt.data.parts import Parts
 from fedquilt.engines.client_inputs import ClientInputs
 from fedquilt.engines.data_checks import check_inputs, check_targets
 from fedquilt.engines.options import EngineOptions
-from fedquilt.engines.samples import EvalSamples, pieces, summed
+from fedquilt.engines.samples import EvalSamples, split_by_domain, sum_scores
 from fedquilt.errors import (
     ConfigError,
     FedquiltError,
@@ -84,7 +84,7 @@ class Simulation(ClientInputs):
 
     def with_data(self, data: FederatedData) -> Self:
         """Return an engine with the same options for other samples, or this one if it has them."""
-        if data is self._given or data is self.data:
+        if data is self._unmoved_data or data is self.data:
             return self
         moved = data.to(self.device, DTYPES[self.precision])
         same = all(
@@ -241,7 +241,7 @@ class Simulation(ClientInputs):
                 sizes = [len(batch) for batch in self.batches(job, learner, start.extras)]
                 up = 0
                 if federation.link.has_fixed_length:
-                    upload = learner.upload(member, job.submodel, self.held(client))
+                    upload = learner.upload(member, job.submodel, self.classes_held(client))
                     up = untrained_upload(federation, job, learner, upload, start)
                 macs = self.macs(client, learner, member, sizes)
                 outcome.charge(client, start.bytes, up, macs, start.first_bytes)
@@ -291,16 +291,13 @@ class Simulation(ClientInputs):
             depends_on_batch = self.world.family.depends_on_batch(
                 self.method.local.norm.evaluation_pass
             )
-            cut = pieces(evaluations, self.data, depends_on_batch, batch_size)
-            return summed(
-                evaluations,
-                cut,
-                self._evaluate([piece.exam for piece in cut], batch_size),
-                self.data,
-            )
+            pieces = split_by_domain(evaluations, self.data, depends_on_batch, batch_size)
+            scores = self._evaluate([piece.exam for piece in pieces], batch_size)
+            return sum_scores(evaluations, pieces, scores, self.data)
 
     @abstractmethod
-    def _evaluate(self, exams: Sequence[EvalSamples], batch_size: int) -> list[Score]: ...
+    def _evaluate(self, exams: Sequence[EvalSamples], batch_size: int) -> list[Score]:
+        """Return the score of every evaluation, in the engine's precision."""
 
     def calibrate(
         self,
@@ -328,9 +325,9 @@ class Simulation(ClientInputs):
         samples = self.pooled if client is None else self.data.parts[client]
         batches = batched(samples.to(self.device), batch_size)
 
-        def measured(mode: Pass, by: PGD | None) -> list[dict[str, Tensor]]:
+        def measured(mode: Pass, attack: PGD | None) -> list[dict[str, Tensor]]:
             kinds = [
-                (EvalSpec((Submodel(net.arch),), mode, by, training=True), weights)
+                (EvalSpec((Submodel(net.arch),), mode, attack, training=True), weights)
                 for net, weights in nets
             ]
             return self._calibrate(kinds, batches)
@@ -435,13 +432,13 @@ _CONSTRUCTED = (
 )
 
 
-def is_same(one: object, other: object) -> bool:
+def is_same(left: object, right: object) -> bool:
     """Return True if two fields of data are the same object, or small equal values."""
-    if one is other:
+    if left is right:
         return True
-    if isinstance(one, Scale) and isinstance(other, Scale):
-        return one.mean.equal(other.mean) and one.std.equal(other.std)
-    return isinstance(one, (str, int, tuple)) and one == other
+    if isinstance(left, Scale) and isinstance(right, Scale):
+        return left.mean.equal(right.mean) and left.std.equal(right.std)
+    return isinstance(left, (str, int, tuple)) and left == right
 
 
 def _without_targets(data: FederatedData, samples: Tensor, world: World) -> FederatedData:
@@ -472,13 +469,15 @@ def _without_targets(data: FederatedData, samples: Tensor, world: World) -> Fede
 
 
 @contextmanager
-def _failing(what: str) -> Iterator[None]:
-    """Raise any error inside as a TrainingError that says what failed."""
+def _failing(message: str) -> Iterator[None]:
+    """Raise any error inside as a TrainingError that begins with a message."""
     try:
         yield
     except FedquiltError:
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            raise TrainingError(f"{what}, because memory ran out. {memory_text(error)}") from error
-        raise TrainingError(f"{what}: {said(error)}") from error
+            raise TrainingError(
+                f"{message}, because memory ran out. {memory_text(error)}"
+            ) from error
+        raise TrainingError(f"{message}: {said(error)}") from error

@@ -158,7 +158,7 @@ class Evaluator:
             kind = exam.kind(self.engine.method.local.norm)
             size = self._batch_size(kind, batch_size)
             batches = batched(exam.samples.to(self.engine.device), size)
-            if exam.held is None and not task.collected:  # A captured pass gives only sums
+            if exam.class_mask is None and not task.collected:  # A captured pass gives only sums
                 net = id(exam.weights), kind
                 if net in running:
                     previous, captured = running.pop(net)
@@ -166,8 +166,10 @@ class Evaluator:
                 begun, batches = self._begin_pass(kind, exam.weights, batches)
                 if begun:
                     running[net] = position, begun
-            masks = batched(exam.kept(task), size) if task.collected else [None] * len(batches)
-            absent = None if exam.held is None else exam.absent
+            masks = (
+                batched(exam.stored_mask(task), size) if task.collected else [None] * len(batches)
+            )
+            absent = None if exam.class_mask is None else exam.absent
             for number, (rows, mask) in enumerate(zip(batches, masks, strict=True)):
                 work.setdefault((kind, len(rows), absent), []).append(
                     Part(position, number, rows, mask)
@@ -226,7 +228,9 @@ class Evaluator:
         shares_weights = all(exam.weights is exams[0].weights for exam in exams)
         class_masks = None
         if absent is not None:
-            class_masks = torch.stack([exam.held for exam in exams if exam.held is not None])
+            class_masks = torch.stack(
+                [exam.class_mask for exam in exams if exam.class_mask is not None]
+            )
         # Outputs do not depend on other samples, so that one large batch gives the same outputs.
         if shares_weights and not self._depends_on_batch(kind):
             return self._joined(kind, exams[0].weights, torch.stack(rows), class_masks, hidden)
@@ -259,7 +263,7 @@ class Evaluator:
                 inputs, targets = self.engine.samples(kind, batch_rows)
                 batch_results.append(
                     self._run_batch(
-                        kind, hidden, exam.weights, inputs, targets, batch_rows, exam.held
+                        kind, hidden, exam.weights, inputs, targets, batch_rows, exam.class_mask
                     )
                 )
                 all_targets.append(targets)

@@ -49,7 +49,7 @@ def fold_stack(engine: Vectorized, stack: Stack, fold: Fold, outcome: Outcome) -
     clients_by_upload: dict[Submodel, list[int]] = {}
     for client, job in enumerate(stack.jobs):
         clients_by_upload.setdefault(
-            learner.upload(member, job.submodel, engine.held(job.client.id)), []
+            learner.upload(member, job.submodel, engine.classes_held(job.client.id)), []
         ).append(client)
     sent_weights = {name: stack.state[name] for name in learner.sent(member)}
     for upload, clients in clients_by_upload.items():
