@@ -138,6 +138,7 @@ class Vectorized(Simulation):
     # --- training --------------------------------------------------------------------------------
 
     def _train(self, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
+        """Train waves of stacks. Clients that cannot be stacked are trained one by one."""
         jobs_by_kind: dict[tuple[Arch, Learner, int], list[Job]] = {}
         shares: dict[Job, float] = {}
         for job in jobs:

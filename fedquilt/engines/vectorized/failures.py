@@ -40,7 +40,12 @@ def fails_alone(error: Exception) -> bool:
 
 @contextmanager
 def together(stack: Stack, clients: Sequence[int], stage: str) -> Iterator[None]:
-    """Turn an error of several clients into one that tells if they would run one by one.
+    """Find out from an error of several clients if they can be trained one by one.
+
+    Args:
+        stack: Clients that train together.
+        clients: Positions in the stack of the clients that run inside.
+        stage: What they do, for messages.
 
     Raises:
         UnstackableError: Only the stack has failed.

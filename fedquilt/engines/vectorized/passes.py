@@ -44,7 +44,12 @@ if TYPE_CHECKING:
 def run_passes(engine: Vectorized, stack: Stack, passes: Sequence[ClientPass]) -> None:
     """Run passes for all clients of a stack.
 
-    Clients whose batches have the same size run together.
+    Clients whose batches have the same size run together. Results are stored in `stack.passes`.
+
+    Args:
+        engine: Engine that has the samples.
+        stack: Clients that train together.
+        passes: Passes to run, in order.
     """
     learner = stack.learner
     for client_pass in passes:
