@@ -1,6 +1,4 @@
-"""The same numbers on a GPU: both engines on CUDA against the sequential one on the CPU, float64,
-two rounds.
-"""
+"""Engines on CUDA give the numbers of the sequential engine on the CPU: float64, two rounds."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ pytestmark = [
 
 
 def on_cpu(run: fq.Run) -> fq.Run:
-    """The run with its state brought back for comparison."""
+    """Return the run with its state on the CPU, for comparison."""
 
     def home(state: ClientState | Server) -> Any:
         slots = {
@@ -62,7 +60,7 @@ def test_every_method_gives_the_same_numbers_on_cuda(name, family, engine, play,
 @pytest.mark.parametrize("link", [fq.Link(), *LINKS.values()], ids=["perfect", *LINKS])
 @pytest.mark.parametrize("engine", LOCAL)
 def test_passes_and_variates_give_the_same_numbers_on_cuda(engine, link, residual, play, make_data):
-    """SCAFFOLD's option I: the gradient at the received weights becomes a slot."""
+    """In SCAFFOLD's option I, the gradient at the received weights becomes a slot."""
     method = with_local(
         METHODS["scaffold"](option="I"), batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1)
     )
@@ -100,7 +98,7 @@ def test_every_method_gives_the_same_numbers_over_links_on_cuda(
 
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("norm", ["batch", "tracked", "post"])
-def test_norms_of_ones_own_give_the_same_numbers_on_cuda(norm, engine, play, make_data):
+def test_user_defined_norms_give_the_same_numbers_on_cuda(norm, engine, play, make_data):
     """Subclasses run their own forward, also where a step is captured as a CUDA graph."""
     family = fq.trace(small_net, torch.zeros(2, 1, 4, 4))
     method = with_local(METHODS["heterofl"](), batch_size=4, norm=norm)
@@ -143,12 +141,12 @@ def test_single_precision_on_cuda_is_close_to_the_cpu(residual, make_data):
         assert float(difference) < 1e-4, name
 
 
-# --- recorded steps -----------------------------------------------------------------------------
+# --- captured steps -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
 @pytest.mark.parametrize("name", CUTTING)
-def test_recorded_steps_give_the_numbers_of_the_truth(
+def test_captured_steps_give_the_numbers_of_the_sequential_engine(
     name, layout, residual, make_data, play, monkeypatch
 ):
     """Every method in every layout, ragged clients, two epochs: graphs on the GPU against the truth
@@ -172,7 +170,7 @@ def test_recorded_steps_give_the_numbers_of_the_truth(
     ids=["sgd", "adamw"],
 )
 @pytest.mark.parametrize("name", ["heterofl", "fedrescue", "scaffold"])
-def test_recorded_steps_read_the_rate_of_their_step(
+def test_captured_steps_read_the_learning_rate_of_their_step(
     name, optimizer, layout, residual, make_data, play, monkeypatch
 ):
     """One graph is replayed for steps whose rates differ, by step and by client."""
@@ -203,10 +201,10 @@ def test_recorded_steps_read_the_rate_of_their_step(
         (fq.conditioned, "post", "training"),
     ],
 )
-def test_recorded_attacks_give_the_numbers_of_the_truth(
+def test_captured_attacks_give_the_numbers_of_the_sequential_engine(
     transform, norm, search, layout, make_data, play
 ):
-    """Attacks in training, in tests and in calibration; what cannot be laid is stacked."""
+    """Samples are attacked in training, evaluation and calibration. Such nets are stacked."""
     family = fq.trace(
         transform(lambda: PreResNet((1, 1), 4, 1, widths=(4, 8))), torch.zeros(2, 1, 6, 6)
     )
@@ -228,7 +226,7 @@ def test_recorded_attacks_give_the_numbers_of_the_truth(
 
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
 @pytest.mark.parametrize("name", ["heterofl", "sheterofl", "fjord"])
-def test_recorded_steps_read_the_shares_of_whoever_trains(
+def test_captured_steps_read_the_shares_of_the_loaded_clients(
     name, layout, perceptron, make_data, play
 ):
     """Three shares, one member, other clients every round: a graph must not hold on to the divisor
@@ -245,7 +243,7 @@ def test_recorded_steps_read_the_shares_of_whoever_trains(
     assert_same(truth, on_cpu(run.train(4)), atol=1e-8)
 
 
-def test_recorded_and_unrecorded_steps_agree_and_graphs_are_reused(residual, make_data):
+def test_captured_and_uncaptured_steps_agree_and_graphs_are_reused(residual, make_data):
     """Cohorts change from round to round; a unit that has been recorded is loaded with whoever
     comes next.
     """
@@ -262,7 +260,7 @@ def test_recorded_and_unrecorded_steps_agree_and_graphs_are_reused(residual, mak
     engine = runs[0].engine
     runs[0].train(30)
     sizes = {(shape.arch, shape.count) for shape in engine.groups.idle}
-    # one unit a member and size, not one a round
+    # one group for each member and size, not one for each round
     assert sum(map(len, engine.groups.idle.values())) == len(sizes) <= 3 * 4
 
 
@@ -287,7 +285,7 @@ def test_one_round_in_float32_is_within_1e_4_of_the_cpu(residual, make_data):
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 @pytest.mark.parametrize("name", ["fedrescue", "fjord", "heterofl"])
-def test_nets_of_real_widths_are_recorded_in_every_precision(name, precision, make_data, caplog):
+def test_nets_of_real_widths_are_captured_in_every_precision(name, precision, make_data, caplog):
     """cuDNN's fast kernels ask for more than float64's do: weights that begin where 16 bytes can be
     loaded.
     """
@@ -321,7 +319,7 @@ def test_nets_of_real_widths_are_recorded_in_every_precision(name, precision, ma
 
 
 @pytest.mark.parametrize("name", ["fedrolex", "fedrescue", "splitmix", "fedbn"])
-def test_a_run_that_goes_on_on_cuda_ends_as_if_it_had_not_stopped(
+def test_a_resumed_run_on_cuda_equals_one_that_was_not_interrupted(
     name, residual, make_data, tmp_path
 ):
     data, fleet = make_data(residual, RAGGED), fq.Fleet.of(SHARES, 6, 4)

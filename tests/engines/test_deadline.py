@@ -1,4 +1,4 @@
-"""Deadlines on every engine: a late client is an absent one, float64, three rounds, 1e-9."""
+"""Deadlines on every engine: a late client counts as absent. Float64, three rounds, 1e-9."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Threshold(BaseCodec):
 
 
 def noted(kind: type) -> type:
-    """Return an engine that writes down the costs of clients and the jobs that it was given."""
+    """Return an engine that records the costs of clients and the jobs that it receives."""
 
     class Noted(kind):
         def __post_init__(self):
@@ -108,7 +108,7 @@ class Case:
         return self.play(*self.parts, fleet=self.fleet, engine=engine, link=link, rounds=rounds)
 
     def check(self) -> None:
-        """Late clients are the same on every engine, and as good as absent."""
+        """Check that late clients are the same on every engine, and count as absent."""
         truth, *others = self.runs.values()
         assert 0 < len(truth.records[0].late) < truth.records[0].clients
         for other in others:
@@ -156,7 +156,7 @@ QUICK = (("splitmix", "clock"), ("scaffold", "everything"))  # Several nets, and
         for link in LINKS
     ],
 )
-def test_a_late_client_is_an_absent_one(name, link, case):
+def test_a_late_client_counts_as_absent(name, link, case):
     case(name, LINKS[link]).check()
 
 

@@ -1,5 +1,6 @@
-"""Every method on the vectorized engine against the sequential one: float64, two rounds, 1e-9; and
-how much stacks.
+"""Every method on the vectorized engine against the sequential one: float64, two rounds, 1e-9.
+
+Tests also check how many stacks a round has.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ SHARP = fq.optimizers.SGD(lr=0.1, momentum=0.9, weight_decay=1e-3)
 
 
 def both(play, method, family, data, **options):
-    """The sequential run, and that of every other engine."""
+    """Compare the sequential run with that of every other engine."""
     truth = play(method, family, data, engine="sequential", **options)
     return truth, [play(method, family, data, engine=name, **options) for name in OTHERS]
 
@@ -88,7 +89,7 @@ def test_every_method_gives_the_same_numbers_on_every_engine(name, family, play,
 def test_base_nets_sorted_by_validation_are_the_same_on_every_engine(
     family, norm, on, play, make_data
 ):
-    """Where they are, every share is evaluated with the same nets; one client has a single sample."""
+    """Every share is evaluated with the same nets. One client has a single sample."""
     data = make_data(family, (7, 4, 9, 5, 1, 4), labels=2).with_validation(0.3)
     method = with_local(SplitMix(base=0.25, sort=True), batch_size=4, optimizer=SHARP, norm=norm)
     how = fq.Evaluation(per_client=True, batch_size=10, on=on)
@@ -159,7 +160,7 @@ def test_every_variant_gives_the_same_numbers_on_every_engine(method, residual, 
 
 
 def test_tied_weights_stay_tied_on_every_engine(play, make_data):
-    """The embedding is the output layer: the class axis is then the vocabulary's."""
+    """The embedding is also the output layer, so that the class axis is the vocabulary's."""
     options = {
         "max_length": 5,
         "width": 8,
@@ -325,7 +326,7 @@ def test_calibration_is_the_same_on_every_engine(residual, make_data):
 
 @dataclass(frozen=True)
 class Penalised(Wrapping):
-    """Another objective plus a penalty on all weights of the client, also outside of a nested net."""
+    """Another objective plus a penalty on all weights, also those outside of a nested net."""
 
     def __call__(self, view: View) -> Tensor:
         return self.objective(view) + 0.1 * sum(
@@ -353,7 +354,7 @@ class WithHalf(Wrapping):
     ids=["proximal", "penalty", "second net", "penalty and proximal"],
 )
 @pytest.mark.parametrize("name", ["fjord", "fedrescue", "sheterofl"])
-def test_objectives_that_read_more_than_a_nested_net_are_alike(
+def test_objectives_that_read_more_than_a_nested_net_give_the_same_numbers(
     name, objective, perceptron, make_data, play
 ):
     """The gradient of a penalty is not zero outside of the nested net whose loss it is added to.
@@ -383,7 +384,7 @@ def test_objectives_that_read_more_than_a_nested_net_are_alike(
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_a_window_that_comes_back_finds_what_the_client_kept_there(
+def test_a_window_that_returns_finds_the_values_that_the_client_kept(
     engine, residual, make_data, play
 ):
     """Positions outside of a round's window keep what was remembered of them (a window of half,
@@ -414,8 +415,8 @@ def test_a_window_that_comes_back_finds_what_the_client_kept_there(
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_another_state_is_not_served_with_the_last_ones_cuts(engine, residual, make_data):
-    """A run may be set back to an earlier state: nothing of the later one may linger."""
+def test_cuts_of_an_earlier_state_are_not_reused(engine, residual, make_data):
+    """A run may be set back to an earlier state. Cuts of the later state must not be used."""
     run = fq.prepare(
         with_local(HeteroFL(), norm="per_client"),
         residual,
@@ -451,7 +452,7 @@ def test_the_age_of_momentum_does_not_split_a_stack(residual, make_data):
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("method", [HeteroFL(), METHODS["fedbn"](), METHODS["splitmix"](base=0.25)])
 def test_runs_of_several_seeds_share_an_engine(method, engine, residual, make_data, play):
-    """As good as an engine of their own: initial weights, batches, cohorts and lots are the seed's."""
+    """Initial weights, batches, cohorts and random draws are those of each run's seed."""
     data, fleet, how = (
         make_data(residual, RAGGED),
         fq.Fleet.of(SHARES, 6, 3),
@@ -468,8 +469,8 @@ def test_runs_of_several_seeds_share_an_engine(method, engine, residual, make_da
     assert_same(own, again, atol=0.0)
 
 
-def test_clients_that_send_nothing_stack_whatever_their_classes(residual, make_data, play):
-    """Those that hold the same classes are sent together; of nothing there is nothing to take."""
+def test_clients_that_send_nothing_are_stacked_whatever_their_classes(residual, make_data, play):
+    """Clients with the same classes are sent together, also if they send no weights."""
     method, data = (
         with_local(LocalOnly(), batch_size=4, masked="client"),
         make_data(residual, (8, 8, 8)),
@@ -499,7 +500,7 @@ class Simple(nn.Module):
 
 
 class BatchNormed(Simple):
-    """A norm that stores no statistics: it goes by the batch in tests, too."""
+    """A norm that stores no statistics, so that evaluation uses those of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -521,7 +522,7 @@ class Pinned(Simple):
 
 
 class AcrossChannels(Simple):
-    """Side by side its channels would be averaged with those of other clients, and fit nowhere."""
+    """A net that averages over channels. Side by side it would average over clients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -532,14 +533,14 @@ class AcrossChannels(Simple):
 
 
 class Dropping(Simple):
-    """Leaves out so little that side by side and stacked may agree by accident; names no device."""
+    """Dropout that is so weak that nets side by side and stacked may agree by accident."""
 
     def between(self, x: Tensor) -> Tensor:
         return x * (torch.rand(len(x), 1, 1, 1) >= 0.03) if self.training else x
 
 
 class Masking(Simple):
-    """Writes where a condition holds, which vmap cannot stack."""
+    """A net with a masked assignment, which vmap cannot stack."""
 
     def between(self, x: Tensor) -> Tensor:
         x = x.clone()
@@ -548,7 +549,7 @@ class Masking(Simple):
 
 
 class Summing(Simple):
-    """Adds into a tensor of its own, which is not stacked."""
+    """A net that adds in-place to a new tensor, which is not stacked."""
 
     def between(self, x: Tensor) -> Tensor:
         total = torch.zeros(x.shape, dtype=x.dtype)
@@ -557,7 +558,7 @@ class Summing(Simple):
 
 
 class Deciding(Simple):
-    """Looks at its data in training, which tracing and counting cannot."""
+    """A net that branches on values in training, which tracing does not allow."""
 
     def between(self, x: Tensor) -> Tensor:
         return 2 * x if self.training and x.mean() > 0.3 else x
@@ -587,7 +588,7 @@ def test_modules_of_all_kinds_give_the_same_numbers(kind, norm, layout, make_dat
 
 @pytest.mark.parametrize("weight", [0.5, 1.0])
 @pytest.mark.parametrize("name", ["fedavg", "sheterofl"])
-def test_modules_with_constants_are_attacked_alike(name, weight, make_data, play):
+def test_attacks_on_modules_with_constants_give_the_same_numbers(name, weight, make_data, play):
     """A gradient within a gradient finds constants as they are, whichever of the two met them
     first.
     """
@@ -604,7 +605,7 @@ def test_modules_with_constants_are_attacked_alike(name, weight, make_data, play
 
 
 class Rows(nn.Module):
-    """A norm that has one value a channel and sample."""
+    """A norm over one value for each channel and sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -635,7 +636,7 @@ def test_one_sample_is_too_few_for_a_norm_that_trains_on_it(engine, make_data, p
         play(with_local(HeteroFL(), batch_size=1), family, make_data(family, (4, 4)), engine=engine)
 
 
-# --- what vmap cannot stack ---------------------------------------------------------------------
+# --- nets that vmap cannot stack -----------------------------------------------------------------
 
 
 class Recurrent(nn.Module):
@@ -669,7 +670,7 @@ def test_recurrent_nets_give_the_same_numbers(kind, options, method, play, make_
 
 
 class Bag(nn.Module):
-    """torch stacks its sums of embeddings, client by client."""
+    """A net whose sums of embeddings torch stacks client by client."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -679,8 +680,10 @@ class Bag(nn.Module):
         return self.out(self.embed(x)).unsqueeze(1).expand(-1, x.shape[1], -1)
 
 
-def test_what_torch_stacks_client_by_client_is_stacked_without_a_word(play, make_data, caplog):
-    """Warnings are errors here, and what fails in a stack would be set apart."""
+def test_operations_that_torch_stacks_client_by_client_are_stacked_without_a_warning(
+    play, make_data, caplog
+):
+    """In tests, warnings are errors. A member that fails in a stack would be trained one by one."""
     family = fq.trace(Bag, torch.zeros(2, 5, dtype=torch.int64), class_dim=-1)
     truth, others = both(
         play, with_local(HeteroFL(), batch_size=4), family, make_data(family, RAGGED), shares=SHARES
@@ -709,23 +712,25 @@ def test_nets_that_cannot_be_stacked_are_trained_one_after_another(
     run.engine.layout = layout
     assert_same(truth, run.train(2))
     assert run.records[-1].bytes_down == truth.records[-1].bytes_down
-    told = (
+    warning = (
         "clients with equal nets are trained one after another: Batching rule not implemented "
         "for aten::something"
     )
-    assert [line.message for line in caplog.records] == [told]  # once for all members and rounds
+    assert [line.message for line in caplog.records] == [warning]  # once for all members and rounds
     caplog.clear()
-    other = make_data(residual, RAGGED[::-1])  # who trains them has the data the engine has now
+    other = make_data(
+        residual, RAGGED[::-1]
+    )  # the engine that trains them one by one has the new data, too
     again = fq.prepare(
         method, residual, other, fleet, run.engine, evaluation=fq.Evaluation(every=0)
     ).train(2)
-    # though the engine knew it from the first run
-    assert [line.message for line in caplog.records] == [told]
+    # the warning is repeated, because this is another run
+    assert [line.message for line in caplog.records] == [warning]
     assert_same(play(method, residual, other, shares=SHARES), again)
 
 
-def test_the_whole_model_is_among_the_rows_whatever_devices_hold(residual, make_data, play):
-    """Widest first, and by the share of the channels also where a budget bounds something else."""
+def test_the_whole_model_is_always_evaluated(residual, make_data, play):
+    """Results are listed from the widest net, by share of channels also for other budgets."""
     quarter = residual.count(residual.fit(fq.Budget(share=0.25)))
     fleet = fq.Fleet.of([fq.Budget(params=quarter), fq.Budget(share=0.5)], 2, 2)
     run = play(HeteroFL(), residual, make_data(residual, (6, 6)), fleet=fleet)

@@ -1,6 +1,4 @@
-"""RaFL on every engine: float64, two rounds, 1e-9; over links; and every payload of a run in both
-directions.
-"""
+"""RaFL on every engine and over links: float64, two rounds, 1e-9; and every payload of a run."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ def played(
 
 
 @pytest.mark.parametrize(("name", "link"), SLOW)
-def test_two_rounds_are_the_same_on_sequential_and_vectorised(name, link, make_data, play):
+def test_two_rounds_are_the_same_on_sequential_and_vectorized(name, link, make_data, play):
     runs = [
         played(name, plain_pairs(), engine, make_data, play, LINKS[link])
         for engine in ("sequential", "vectorized")
@@ -136,7 +134,7 @@ class Listed:
 
 @contextmanager
 def listing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listed]:
-    """Write down what is handed to clients before any link, and what they hand to the link."""
+    """Record the names of weights that clients receive, before the link, and that they send."""
     from fedquilt.engines.simulation import Simulation
 
     found = Listed()

@@ -1,6 +1,4 @@
-"""Every method on the workers of a Ray cluster against the sequential engine, and workers that fail
-or die.
-"""
+"""Every method on the workers of a Ray cluster against the sequential engine; workers that die."""
 
 from __future__ import annotations
 
@@ -82,8 +80,8 @@ def assert_identical(one: fq.Run, other: fq.Run) -> None:
     assert_same(one, other, atol=0)
 
 
-def test_an_engine_goes_on_with_other_data_and_another_seed(residual, start, make_data):
-    """Its workers have what they are given once; they must be given the new."""
+def test_an_engine_can_be_used_with_other_data_and_another_seed(residual, start, make_data):
+    """Workers cache data and federation, which must be replaced by the new ones."""
     run = start(HeteroFL(), residual).train(1)
     other, fleet = make_data(residual, RAGGED[::-1], labels=2), run.fleet
     runs = [
@@ -204,8 +202,8 @@ def test_base_nets_sorted_by_validation_give_the_numbers_of_the_sequential_engin
     assert_same(truth, other)
 
 
-def test_steps_of_all_rounds_weight_clients_on_workers_too(residual, start):
-    """Three rounds: what a client counted in earlier ones travels to its worker, and back."""
+def test_clients_are_weighted_by_the_steps_of_all_rounds_on_workers_too(residual, start):
+    """In three rounds, the steps of earlier rounds are sent to a client's worker and back."""
     method = FedRolex(weighting="updates")
     truth, other = (
         start(method, residual, engine, cohort=4).train(3) for engine in ("sequential", "ray")
@@ -215,7 +213,7 @@ def test_steps_of_all_rounds_weight_clients_on_workers_too(residual, start):
 
 
 def test_a_schedule_within_the_round_gives_the_numbers_of_the_sequential_engine(residual, start):
-    """Clients of a chunk have 3 or 6 steps, and each follows the schedule over its own."""
+    """Clients of a chunk have 3 or 6 steps, and each follows the schedule of its own steps."""
     within_round = fq.schedules.WithinRound(warmup_share=0.4, shape="cosine", final=0.1)
     method = FedRolex().with_local(epochs=3, within_round=within_round)
     truth, other = (start(method, residual, engine).train(2) for engine in ("sequential", "ray"))
@@ -247,7 +245,7 @@ def test_one_worker_gives_the_bits_of_two(precision, residual, start):
 
 @dataclass(frozen=True)
 class Watching(FedAvg):
-    """Says in what its clients are trained, by refusing to."""
+    """A method whose error states the precision in which clients are trained."""
 
     def learner(self, job: Job, world: World) -> Learner:
         return replace(
@@ -280,8 +278,8 @@ def test_chunks_are_neighbours_in_order():
     assert cut([], 8) == []
 
 
-def test_only_sums_come_back(residual, start, pool, monkeypatch):
-    """Neither the server's weights nor the family travel with a partial fold."""
+def test_only_sums_are_sent_back(residual, start, pool, monkeypatch):
+    """Neither the server's weights nor the family are sent with a partial fold."""
     run = start(HeteroFL(), residual)
     seen = []
     real = pool.results
@@ -298,7 +296,7 @@ def test_only_sums_come_back(residual, start, pool, monkeypatch):
 
 @dataclass(frozen=True)
 class Deadly(HeteroFL):
-    """The process that trains client 3 is killed, the first time or every time."""
+    """A method that kills the process that trains client 3, the first time or every time."""
 
     trace: str = ""  # a file that says it has happened
     driver: int = 0
@@ -348,7 +346,7 @@ def test_workers_killed_between_rounds_are_replaced(residual, start, pool):
 
 @dataclass(frozen=True)
 class Failing(FedAvg):
-    """Client 4 cannot."""
+    """A method that fails for client 4."""
 
     def learner(self, job: Job, world: World) -> Learner:
         if job.client.id == 4:
@@ -356,23 +354,23 @@ class Failing(FedAvg):
         return super().learner(job, world)
 
 
-def test_what_diverges_in_a_worker_is_told_as_on_one_machine(residual, start):
-    told = []
+def test_divergence_in_a_worker_is_reported_as_on_one_machine(residual, start):
+    messages = []
     for engine in ("vectorized", "ray"):
         run = start(HeteroFL(), residual, engine)
         method = with_local(run.method, optimizer=fq.optimizers.SGD(lr=1e300))
         run.federation = replace(run.federation, method=method)
         with pytest.raises(TrainingError, match=r"client \d .* in round 1, step \d") as caught:
             run.train(1)
-        told.append(str(caught.value).split(" in round")[1])
-    assert told[0] == told[1]
+        messages.append(str(caught.value).split(" in round")[1])
+    assert messages[0] == messages[1]
 
 
 def test_a_failing_method_names_the_clients_and_the_round(residual, start):
     run = start(Failing(), residual)
     with pytest.raises(
         TrainingError,
-        match=r"trained clients 4 in round 1 failed: ValueError: on purpose \(.*in learner\) \(in process",
+        match=r"trained clients 4 in round 1 failed: ValueError: on purpose \(.*\) \(in process",
     ):
         run.train(1)
     run.federation = start(FedAvg(), residual).federation  # the pool is as good as before
@@ -380,14 +378,14 @@ def test_a_failing_method_names_the_clients_and_the_round(residual, start):
 
 
 class Silent(Mean):
-    """A mean that cannot be joined, and says so."""
+    """A mean that raises an error if it is joined."""
 
     def join(self, other):
         raise NotImplementedError("every update is needed at once")
 
 
 class Alone(Fold):
-    """A fold of the protocol's own empty verbs."""
+    """A fold without a `join` of its own."""
 
 
 @dataclass(frozen=True)
@@ -424,7 +422,7 @@ class Slow(HeteroFL):
 """
 
 
-def test_a_method_in_a_file_of_the_users_own_and_its_neighbours_travel(residual, start, tmp_path):
+def test_a_method_in_a_users_file_is_sent_with_the_files_beside_it(residual, start, tmp_path):
     (tmp_path / "beside.py").write_text("def scale(value, factor):\n    return value * factor\n")
     (tmp_path / "own.py").write_text(OWN_METHOD)
     method = find({}, f"{tmp_path / 'own.py'}:Slow", "method")()
@@ -432,7 +430,7 @@ def test_a_method_in_a_file_of_the_users_own_and_its_neighbours_travel(residual,
     assert_same(truth, other)
 
 
-def test_a_resumed_run_is_the_one_that_was_not_interrupted(residual, start, tmp_path):
+def test_a_resumed_run_equals_one_that_was_not_interrupted(residual, start, tmp_path):
     whole, part = start(HeteroFL(), residual).train(2), start(HeteroFL(), residual).train(1)
     part.save(tmp_path / "run")
     again = fq.run(
@@ -445,13 +443,13 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(residual, start, tmp_
 # --- without a cluster --------------------------------------------------------------------------
 
 
-def test_without_ray_the_engine_says_what_to_install(residual, make_data, monkeypatch):
+def test_without_ray_the_error_says_what_to_install(residual, make_data, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"'ray' was asked for.*pip install -e '\.\[ray\]'"):
         fq.prepare(FedAvg(), residual, make_data(residual, (4,)), fq.Fleet.of((1.0,), 1, 1), "ray")
 
 
-def test_nobody_at_the_address_is_told_at_once():
+def test_an_unreachable_address_is_reported_at_once():
     with pytest.raises(
         ConfigError, match=r"no Ray cluster could be reached at '127\.0\.0\.1:1': ConnectionRefused"
     ):
@@ -467,7 +465,7 @@ def test_importing_and_listing_engines_does_not_import_ray():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_cluster_that_is_there_is_used_and_left_running(tmp_path):
+def test_a_running_cluster_is_used_and_left_running(tmp_path):
     """In a process of its own, which has its own connection: the cluster is another process' local
     one.
     """
@@ -477,8 +475,9 @@ def test_a_cluster_that_is_there_is_used_and_left_running(tmp_path):
         from torch import nn
         ray.init(address="local", num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1")
         torch.set_num_threads(1)
-        data = fq.FederatedData.of((torch.randn(8, 4), torch.arange(8) % 3), (torch.randn(4, 4), torch.arange(4) % 3),
-                                   [range(4), range(4, 8)])
+        train = torch.randn(8, 4), torch.arange(8) % 3
+        test = torch.randn(4, 4), torch.arange(4) % 3
+        data = fq.FederatedData.of(train, test, [range(4), range(4, 8)])
         family = fq.trace(nn.Linear(4, 3), data.example)
         run = fq.run(fq.methods.FedAvg(), family, data, fq.Fleet.of((1.0,), 2, 2), "ray", 1)
         assert run.engine._pool.size == 2
@@ -491,12 +490,12 @@ def test_a_cluster_that_is_there_is_used_and_left_running(tmp_path):
     )
 
 
-# --- a cluster of somebody else's ---------------------------------------------------------------
+# --- a cluster of another owner -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Head:
-    """A head node that others started: where it is, and what one must know to use it."""
+    """Head node that another process started: its address, and the token to use it."""
 
     address: str
     environment: Mapping[str, str]
@@ -595,7 +594,7 @@ def test_a_cluster_by_its_address_gives_the_weights_of_the_sequential_engine(hea
     torch.testing.assert_close(dict(one), dict(other), rtol=0, atol=1e-9)
 
 
-def test_ray_address_names_a_cluster_too(head, tmp_path):
+def test_the_variable_ray_address_names_a_cluster(head, tmp_path):
     found = head.fedquilt(
         "--engine", "ray", "--out", str(tmp_path / "run"), RAY_ADDRESS=head.address
     )
@@ -604,7 +603,7 @@ def test_ray_address_names_a_cluster_too(head, tmp_path):
 
 
 @pytest.mark.parametrize("token", ["", "ab" * 32])
-def test_without_its_token_a_cluster_is_not_reached_and_the_error_says_so(head, token):
+def test_a_missing_token_is_named_in_the_error(head, token):
     found = head.fedquilt(
         "--engine", "ray", "--set", f"engine.address={head.address}", RAY_AUTH_TOKEN=token
     )

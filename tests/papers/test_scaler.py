@@ -22,7 +22,7 @@ from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient
 from fedquilt.terms import Client, Job
 from tests.conftest import assert_same, with_local
-from tests.engines.test_units import LAYOUTS, played
+from tests.engines.test_client_groups import LAYOUTS, played
 
 TRAIN = Pass(train=True, scaler=True)
 

@@ -1,6 +1,4 @@
-"""Units, step by step on the CPU where nothing can be recorded: in place, side by side or stacked,
-the same numbers.
-"""
+"""Client groups on the CPU, where nothing is captured: the same numbers in every layout."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ def played(
 
 @pytest.fixture(scope="module")
 def truths():
-    """The last method that ran on `sequential`, and its run, which all layouts are compared with."""
+    """Cache of the last method that ran on `sequential`, with its run."""
     return {}
 
 
@@ -93,7 +91,9 @@ def test_every_method_gives_the_same_numbers_in_every_layout(
         {"crop": 1, "flip": True, "scaler": True},
     ],
 )
-def test_every_setting(changes, layout, record, residual, make_data, play, truths):
+def test_every_setting_gives_the_same_numbers_in_every_layout(
+    changes, layout, record, residual, make_data, play, truths
+):
     method, data = with_local(HeteroFL(), batch_size=3, **changes), make_data(residual, RAGGED)
     truth = truth_of(truths, play, method, residual, data)
     assert_same(truth, played(method, residual, data, layout, record=record))
@@ -104,11 +104,12 @@ def test_every_setting(changes, layout, record, residual, make_data, play, truth
     ("sizes", "apart"),
     [([10, 10, 10, 10], 0), ([9, 9, 9, 9], 0), ([10, 8, 10, 10], 2), ([8, 6, 8, 8], 2)],
 )
-def test_a_tail_that_everyone_has_is_played_like_a_whole_batch(
+def test_a_last_batch_of_equal_size_runs_like_a_full_batch(
     name, sizes, apart, residual, make_data, monkeypatch
 ):
-    """Batches of 4: tails of 2, and of 5 where one sample is joined to the batch before. Unequal
-    ones come apart.
+    """Batches have 4 samples. Last batches have 2, or 5 if one sample joins the batch before.
+
+    Last batches of unequal sizes are trained without capture.
     """
     steps = []
 
@@ -123,8 +124,8 @@ def test_a_tail_that_everyone_has_is_played_like_a_whole_batch(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rough_products_train_in_every_layout(layout, residual, make_data, caplog):
-    """bfloat16 products, float32 weights: near the exact run, in the layout asked for."""
+def test_bf16_products_train_in_every_layout(layout, residual, make_data, caplog):
+    """With bfloat16 products and float32 weights, results are near those of the exact run."""
     data, method = make_data(residual, RAGGED), with_local(HeteroFL(), batch_size=4)
     exact, rough = (
         played(
@@ -151,8 +152,8 @@ def test_rough_products_train_in_every_layout(layout, residual, make_data, caplo
     )
 
 
-def test_units_that_nobody_uses_are_kept_within_the_memory(residual, make_data, monkeypatch):
-    """Cohorts of ever other sizes leave no more behind than one of them may take."""
+def test_idle_groups_are_kept_within_the_memory_limit(residual, make_data, monkeypatch):
+    """Cohorts of changing sizes leave idle groups, whose memory is limited."""
     data, method = make_data(residual, [4] * 12), with_local(HeteroFL(), batch_size=4)
     fleet = fq.Fleet.of(SHARES, 12, 7)
     run = fq.prepare(
@@ -173,8 +174,8 @@ def test_units_that_nobody_uses_are_kept_within_the_memory(residual, make_data, 
 
 
 @pytest.mark.parametrize("name", ["heterofl", "fedrescue"])
-def test_steps_are_put_onto_the_device_in_chunks(name, residual, make_data, play, monkeypatch):
-    """Batches, noise and losses of more steps than are there at once."""
+def test_steps_are_copied_to_the_device_in_chunks(name, residual, make_data, play, monkeypatch):
+    """A client has more steps than the device has batches, keys and losses for."""
     monkeypatch.setattr("fedquilt.engines.vectorized.group_tensors.CHUNK_STEPS", 2)
     method, data = (
         with_local(METHODS[name](), batch_size=3, epochs=2, crop=1, flip=True),
@@ -185,7 +186,7 @@ def test_steps_are_put_onto_the_device_in_chunks(name, residual, make_data, play
     )
 
 
-def test_a_tail_is_recorded_once_it_is_usual(residual, make_data):
+def test_an_unusual_batch_size_is_captured_once_it_is_frequent(residual, make_data):
     run = played(
         with_local(HeteroFL(), batch_size=4),
         residual,
@@ -193,21 +194,21 @@ def test_a_tail_is_recorded_once_it_is_usual(residual, make_data):
         "alone",
         shares=(1.0,),
     )
-    ((unit,),) = run.engine.groups.idle.values()
-    assert unit._is_usual(2)  # nothing is recorded on a CPU, and so nothing is rare
-    unit.stream = "some stream"
-    assert [unit._is_usual(2) for _ in range(34)] == [False] * 32 + [True] * 2
-    assert not unit._is_usual(3)
+    ((group,),) = run.engine.groups.idle.values()
+    assert group._is_usual(2)  # nothing is captured on a CPU, so that no size is unusual
+    group.stream = "a stream"
+    assert [group._is_usual(2) for _ in range(34)] == [False] * 32 + [True] * 2
+    assert not group._is_usual(3)
 
 
-# --- sweeps -------------------------------------------------------------------------------------
+# --- captured passes ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_size", [4, 5, 100])
-def test_swept_evaluation_and_calibration_give_the_same_numbers(
+def test_captured_evaluation_and_calibration_give_the_same_numbers(
     residual, make_data, play, batch_size, monkeypatch
 ):
-    """Whole batches in sweeps, tails beside them, and one sweep serving one round after the other."""
+    """Full batches run in captured passes, others beside them. A pass serves several rounds."""
     begun = []
     monkeypatch.setattr(
         CapturedPass, "begin", lambda *args, own=CapturedPass.begin: (begun.append(1), own(*args))
@@ -233,8 +234,8 @@ def test_swept_evaluation_and_calibration_give_the_same_numbers(
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_sweeps_are_played_by_turns():
-    """One after another the first would keep its caller waiting while the second has not begun."""
+def test_captured_passes_are_replayed_in_turns():
+    """One after another, the first pass would block its caller before the second begins."""
     played = []
 
     class Few:
@@ -250,7 +251,7 @@ def test_sweeps_are_played_by_turns():
     assert played == ["a", "b", "a", "a"]
 
 
-def test_a_sweep_names_its_samples_in_chunks(residual, make_data, play, monkeypatch):
+def test_a_captured_pass_gets_its_samples_in_chunks(residual, make_data, play, monkeypatch):
     monkeypatch.setattr("fedquilt.engines.vectorized.captured.CHUNK_BATCHES", 2)
     how, data = fq.Evaluation(every=1, batch_size=4), make_data(residual, RAGGED, tests=30)
     truth = play(HeteroFL(), residual, data, shares=SHARES, evaluation=how)
@@ -259,8 +260,8 @@ def test_a_sweep_names_its_samples_in_chunks(residual, make_data, play, monkeypa
         assert_same_grades(mine, theirs)
 
 
-def test_an_engine_that_goes_on_with_another_seed_attacks_by_that_seed(make_data):
-    """Where an attack begins is drawn by the seed, and a recorded test has it in it."""
+def test_an_engine_used_with_another_seed_attacks_by_that_seed(make_data):
+    """The start of an attack is drawn by the seed, which is a constant in a captured pass."""
     family = fq.trace(
         fq.dual(lambda: PreResNet((1, 1), 4, 1, widths=(4, 8))), torch.zeros(2, 1, 6, 6)
     )
@@ -281,7 +282,7 @@ def test_an_engine_that_goes_on_with_another_seed_attacks_by_that_seed(make_data
         return run
 
     def seen(run):
-        """The statistics that a recorded pass measures of attacked samples."""
+        """Return the statistics that a captured pass measures on attacked samples."""
         nets = [(prefix(family.whole), run.server.weights)]
         return run.engine.calibrate(run.federation, nets, 2)[0]
 
@@ -291,7 +292,7 @@ def test_an_engine_that_goes_on_with_another_seed_attacks_by_that_seed(make_data
     torch.testing.assert_close(seen(again), seen(fresh), rtol=0, atol=1e-12)
 
 
-def test_nets_whose_evaluation_cannot_be_recorded_are_told_once(
+def test_nets_whose_evaluation_cannot_be_captured_are_reported_once(
     residual, make_data, play, monkeypatch, caplog
 ):
     def refused(*_args):
@@ -307,13 +308,13 @@ def test_nets_whose_evaluation_cannot_be_recorded_are_told_once(
     truth = play(method, residual, data, shares=SHARES, evaluation=how)
     for mine, theirs in zip(swept.records, truth.records, strict=True):
         assert_same_grades(mine, theirs)
-    told = [line.message for line in caplog.records if "cannot be captured" in line.message]
-    assert len(told) == 1  # for all members, which are tested and measured
+    warnings = [line.message for line in caplog.records if "cannot be captured" in line.message]
+    assert len(warnings) == 1  # for all members, which are tested and measured
 
 
-def test_few_clients_are_alone_where_many_are_faster_alone(residual):
-    """Layouts are timed for the largest stack first: what did not pay there is not recorded for
-    smaller ones.
+def test_few_clients_train_alone_if_many_are_faster_alone(residual):
+    """Layouts are timed for the largest stack first. If "alone" is fastest there, smaller stacks
+    are not timed.
     """
     timed = []
 
@@ -335,20 +336,20 @@ def test_few_clients_are_alone_where_many_are_faster_alone(residual):
 @pytest.mark.parametrize(
     ("sizes", "stacks"),
     [
-        ((6, 9, 6, 9, 6, 9, 6, 9), [[6, 6, 6, 6], [9, 9, 9, 9]]),  # tails of 2 and of 1
-        # by their samples, stacks would be too small
+        ((6, 9, 6, 9, 6, 9, 6, 9), [[6, 6, 6, 6], [9, 9, 9, 9]]),  # last batches of 2 and of 1
+        # grouped by their numbers of samples, stacks would be too small
         (
             (6, 9, 7, 10, 6, 9, 7, 10),
             [[6, 9, 7, 10, 6, 9, 7, 10]],
         ),
-        # nobody waits for the largest but those next to it
+        # only clients with similar numbers of samples share a stack
         (
             (30, 5, 6, 4, 22, 7),
             [[4, 5, 6, 7], [22, 30]],
         ),
     ],
 )
-def test_recorded_stacks_are_of_clients_with_equal_tails_or_alike_in_length(
+def test_captured_stacks_have_clients_with_similar_numbers_of_samples(
     sizes, stacks, residual, make_data, play, monkeypatch
 ):
     method, data = with_local(HeteroFL(), batch_size=4), make_data(residual, sizes)
@@ -370,9 +371,7 @@ def test_recorded_stacks_are_of_clients_with_equal_tails_or_alike_in_length(
 
 
 class Flattening(nn.Module):
-    """A net as many are written: `view` wants its images one after another in memory, channel by
-    channel.
-    """
+    """A net with `view`, as many have. It needs images with contiguous channels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +382,7 @@ class Flattening(nn.Module):
         return self.head(x.view(len(x), -1))
 
 
-def test_a_net_that_cannot_have_its_channels_last_is_trained(make_data, play):
+def test_a_net_that_cannot_use_channels_last_is_trained(make_data, play):
     family = fq.trace(Flattening, torch.zeros(2, 3, 8, 8))
     method, data = with_local(HeteroFL(), batch_size=4), make_data(family, RAGGED)
     how = fq.Evaluation(every=1)
@@ -397,7 +396,10 @@ def test_a_net_that_cannot_have_its_channels_last_is_trained(make_data, play):
 
 
 class Rewriting(nn.Module):
-    """Begins in place, on images of one channel: laid side by side they are the samples themselves."""
+    """A net whose first operation is in-place, on images of one channel.
+
+    Side by side, such images are views of the samples, which must not be changed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -413,7 +415,9 @@ class Rewriting(nn.Module):
 @pytest.mark.parametrize(
     "attack", [None, fq.attacks.AdversarialTraining(0.5, fq.attacks.PGD(steps=2, low=-9, high=9))]
 )
-def test_a_net_that_begins_in_place_is_trained_alike_in_every_layout(name, attack, make_data, play):
+def test_a_net_that_changes_its_input_in_place_gives_the_same_numbers_in_every_layout(
+    name, attack, make_data, play
+):
     family = fq.trace(Rewriting, torch.zeros(2, 1, 6, 6))
     method, data = (
         with_local(METHODS[name](), batch_size=4, adversarial=attack),
@@ -427,7 +431,7 @@ def test_a_net_that_begins_in_place_is_trained_alike_in_every_layout(name, attac
 
 
 class Neighbourly(nn.Module):
-    """Channels are normalized by those beside them, by next to nothing at first."""
+    """A net that normalizes channels by their neighbours, with a tiny effect at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -450,7 +454,7 @@ def test_nets_that_depend_on_each_other_are_not_trained_side_by_side(make_data, 
 
 
 class Rounding(nn.Module):
-    """A forward without a slope in its samples, which nobody can ask for."""
+    """A net whose outputs have no gradient with respect to its samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -460,7 +464,7 @@ class Rounding(nn.Module):
         return self.head(torch.relu(self.conv(x.detach().round())).mean((2, 3)))
 
 
-def test_nets_without_a_slope_in_their_samples_are_trained(make_data, play):
+def test_nets_without_a_gradient_in_their_samples_are_trained(make_data, play):
     family = fq.trace(Rounding, torch.zeros(2, 3, 8, 8))
     method, data = with_local(HeteroFL(), batch_size=4), make_data(family, RAGGED)
     assert_same(play(method, family, data, shares=SHARES), played(method, family, data, "laid", 2))
