@@ -30,7 +30,7 @@ from fedquilt.engines.vectorized.passes import finish_stack, run_passes
 from fedquilt.engines.vectorized.sending import check_stacks, fold_stack
 from fedquilt.engines.vectorized.stack import Stack, build_stack
 from fedquilt.engines.vectorized.stacked_step import train_step
-from fedquilt.engines.vectorized.waves import waves
+from fedquilt.engines.vectorized.waves import Wave, waves
 from fedquilt.round.budgets import learner_of
 from fedquilt.round.client import (
     blamed,
@@ -147,28 +147,7 @@ class Vectorized(Simulation):
             age = self._age(server, job, learner) if learner.local.optimizer.ages else 0
             jobs_by_kind.setdefault((job.submodel.arch, learner, age), []).append(job)
         for wave in waves(self, jobs_by_kind):
-            stackable = [
-                (learner, stack_jobs)
-                for learner, stack_jobs in wave
-                if stack_jobs[0].submodel.arch not in self.unstackable
-            ]
-            while stackable:
-                try:
-                    with self.computing():
-                        stacks = self._run(server, stackable, shares)
-                except UnstackableError as error:
-                    # The fold has no update of this wave yet, so that it can be trained again.
-                    self.set_apart(error.arch, str(error))
-                    stackable = [
-                        (learner, stack_jobs)
-                        for learner, stack_jobs in stackable
-                        if stack_jobs[0].submodel.arch != error.arch
-                    ]
-                    continue
-                for stack in stacks:  # A GPU may still be training meanwhile
-                    fold_stack(self, stack, fold, outcome)
-                check_stacks(self, stacks, outcome)
-                break
+            self._train_stackable(server, wave, shares, fold, outcome)
             jobs_of_wave = [job for _, stack_jobs in wave for job in stack_jobs]
             unstackable = [job for job in jobs_of_wave if job.submodel.arch in self.unstackable]
             for job in unstackable:  # Each run warns, also if an earlier run of the engine did
@@ -176,6 +155,42 @@ class Vectorized(Simulation):
             self._sequential.begin(self.federation)
             self._sequential.extra_shapes = self.extra_shapes
             self._sequential._train(server, unstackable, fold, outcome)
+
+    def _train_stackable(
+        self,
+        server: Server,
+        wave: Wave,
+        shares: Mapping[Job, float],
+        fold: Fold,
+        outcome: Outcome,
+    ) -> None:
+        """Train the stacks of a wave whose members can be stacked.
+
+        If an operation turns out not to be stackable, its member is marked in `unstackable`, and
+        the other stacks of the wave are trained again. The fold has no update of the wave by then.
+
+        Args:
+            server: State that the clients start from.
+            wave: Stacks that train at the same time.
+            shares: Shares of the clients' nets, by job.
+            fold: Fold to which updates are added.
+            outcome: Outcome of the round.
+        """
+        while stackable := [
+            (learner, stack_jobs)
+            for learner, stack_jobs in wave
+            if stack_jobs[0].submodel.arch not in self.unstackable
+        ]:
+            try:
+                with self.computing():
+                    stacks = self._run(server, stackable, shares)
+            except UnstackableError as error:
+                self.set_apart(error.arch, str(error))
+                continue
+            for stack in stacks:  # A GPU may still be training meanwhile
+                fold_stack(self, stack, fold, outcome)
+            check_stacks(self, stacks, outcome)
+            return
 
     @staticmethod
     def _age(server: Server, job: Job, learner: Learner) -> int:
