@@ -61,6 +61,14 @@ class Vectorized(Simulation):
     """Engine that trains stacks of clients.
 
     If more clients are alike than fit into `memory`, they are trained in several stacks.
+
+    Args:
+        data: Samples of all clients. They are moved to the device.
+        device: Device on which clients are trained.
+        precision: Precision of matrix products and convolutions.
+        memory: Bytes that stacks may take.
+        record: True if steps are captured as CUDA graphs.
+        layout: Layout of equal nets.
     """
 
     # Bytes that stacks may take, as estimated by the family. 0: 256 MiB, or half of a GPU's free
@@ -212,15 +220,20 @@ class Vectorized(Simulation):
         float32_bytes = 2 * member.weight_bytes * (2 + slots) + member.activations(batch_size)
         return max(1, float32_bytes * self.world.dtype.itemsize // 4)
 
-    def _run(
-        self, server: Server, work: list[tuple[Learner, list[Job]]], shares: Mapping[Job, float]
-    ) -> list[Stack]:
+    def _run(self, server: Server, wave: Wave, shares: Mapping[Job, float]) -> list[Stack]:
         """Train stacks.
 
-        Stacks whose steps can be captured train at the same time, the others one after another.
+        Stacks that have a client group train at the same time, the others one after another. A step
+        of every group is launched before the next step of any, because a stream accepts only a few
+        launches in advance and then blocks.
+
+        Args:
+            server: State that the clients start from.
+            wave: Local training and jobs of every stack.
+            shares: Shares of the clients' nets, by job.
         """
         grouped, ungrouped = [], []
-        for learner, jobs in work:
+        for learner, jobs in wave:
             stack = build_stack(self, server, learner, jobs, shares)
             if learner.lesson:
                 self._teach(stack, learner.lesson)
@@ -233,7 +246,9 @@ class Vectorized(Simulation):
             grouped.append((stack, group))
             for step in range(STEPS_AHEAD):  # A GPU is busy while the next stacks are prepared
                 self._run_step(stack, group, step)
-        for step in range(STEPS_AHEAD, max((len(stack.losses) for stack, _ in grouped), default=0)):
+
+        num_steps = max((len(stack.losses) for stack, _ in grouped), default=0)
+        for step in range(STEPS_AHEAD, num_steps):
             for stack, group in grouped:
                 self._run_step(stack, group, step)
         for _, group in grouped:
@@ -241,6 +256,7 @@ class Vectorized(Simulation):
             self.groups.keep(group)
         for stack in ungrouped:
             self._run_ungrouped(stack)
+
         stacks = [*(stack for stack, _ in grouped), *ungrouped]
         for stack in stacks:
             run_passes(self, stack, stack.learner.after)
@@ -299,14 +315,23 @@ class Vectorized(Simulation):
     def _run_action(
         self, stack: Stack, step: int, clients: Sequence[int], action: Callable[[], None]
     ) -> None:
-        """Run a step, and find the client that caused an error if it fails."""
+        """Run a step, and find the client that caused an error if it fails.
+
+        Args:
+            stack: Clients that train together.
+            step: Step within the round.
+            clients: Positions in the stack of the clients that the action trains.
+            action: Function that trains them.
+
+        Raises:
+            UnstackableError: The clients fail only because they are stacked.
+        """
         try:
             action()
         except Exception as error:
             if _NO_BATCHING_RULE not in str(error):
-                self._find_failed(
-                    stack, step, [client for client in clients if step < len(stack.batches[client])]
-                )
+                active = [client for client in clients if step < len(stack.batches[client])]
+                self._find_failed(stack, step, active)
             if fails_alone(error):
                 with blamed(stack.jobs[clients[0]], f"training in a stack of {len(clients)}"):
                     raise error

@@ -103,6 +103,13 @@ class ClientGroup(GroupStep):
         """Train all clients on their batches of one step.
 
         Batches of the usual size run as a captured graph. Smaller last batches run without capture.
+
+        A captured step trains all clients of the group, also those that have no batch of this size.
+        Their weights and slots are restored afterwards. Without that, they would train on stale
+        batches (`test_every_method_gives_the_same_numbers_in_every_layout`, with `record=True`).
+
+        Args:
+            step: Step within the round.
         """
         if step >= len(self._stack.losses):
             return

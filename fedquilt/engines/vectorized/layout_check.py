@@ -71,7 +71,7 @@ def check_grouped(group: GroupTensors, grouped_net: GroupedNet) -> None:
 
 
 def _leaks(group: GroupTensors, grouped_net: GroupedNet, state: State, inputs: Tensor) -> bool:
-    """Return True if any client's logits depend on another client's samples.
+    """Return True if any client's logits depend on the samples of the first client.
 
     Even a tiny dependence counts, because it may grow in training.
     """

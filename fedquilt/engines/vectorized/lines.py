@@ -17,7 +17,8 @@ from fedquilt.family.cut import Cutter
 from fedquilt.round.training.optimizers import State
 
 # Every weight starts at a multiple of this number of entries. There, GPU kernels can load 16 bytes
-# at once.
+# at once. For weights at other addresses, cuDNN has slow kernels or none, as
+# `test_nets_of_real_widths_are_captured_in_every_precision` shows.
 ALIGNMENT = 64
 
 

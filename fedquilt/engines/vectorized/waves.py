@@ -60,7 +60,8 @@ def _split(
     for remaining in _by_samples(engine, jobs):
         while remaining:
             size = min(len(remaining), max_clients)
-            # Powers of two, so that changing cohorts need captures of few sizes only.
+            # Groups have 1, 2, 4, 8 … clients. Cohorts change from round to round, and every
+            # number of clients would need a capture of its own.
             if engine.captures_steps:
                 size = 1 << size.bit_length() - 1
             if engine.groups.layout_for(arch, learner, size) == "alone":
