@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -45,6 +46,16 @@ CPU = torch.device("cpu")
 _FIRST = "/first"  # Key of the initial weights in the cache of cuts. No slot has this name.
 
 _log = logging.getLogger(__name__)
+
+
+class Stream(IntEnum):
+    """Random streams of an engine. Results depend on the numbers, so that they must not change."""
+
+    BATCH_ORDER = 1  # Order of a client's samples in a round
+    CLIENT_NOISE = 2  # Augmentation, dropout and attacks in a client's round
+    POOLED_ORDER = 3  # Order of the samples of all clients
+    PASS = 4  # Order and noise of a pass that is not a training step
+    POOLED_GRADIENT = 5  # Noise in gradients over samples of all clients
 
 
 @dataclass
@@ -167,8 +178,8 @@ class ClientInputs(Engine):
 
         All nets of a client see equal batches.
         """
-        name = (self.world.seed, job.client.id, job.round)
-        return noise.key(1, *name), noise.key(2, *name)
+        words = (self.world.seed, job.client.id, job.round)
+        return noise.key(Stream.BATCH_ORDER, *words), noise.key(Stream.CLIENT_NOISE, *words)
 
     def batches(self, job: Job, learner: Learner, extras: Extras | None = None) -> list[Tensor]:
         """Return the sample positions of every batch that a client trains on.
@@ -210,14 +221,12 @@ class ClientInputs(Engine):
                     "runs on public samples; the data has none. data.public = 0.1 in a file, "
                     "pool.with_public(0.1) in Python, sets samples aside."
                 )
-            return batched(
-                drawn_positions(
-                    self.world.seed, job.round, client_pass.draw, self.world.num_public
-                ),
-                size,
-            )
+            world = self.world
+            drawn = drawn_positions(world.seed, job.round, client_pass.draw, world.num_public)
+            return batched(drawn, size)
         part = self.data.parts[job.client.id]
-        return batched(part[noise.order(self.pass_key(job, learner, client_pass), len(part))], size)
+        order = noise.order(self.pass_key(job, learner, client_pass), len(part))
+        return batched(part[order], size)
 
     def pass_key(self, job: Job, learner: Learner, client_pass: ClientPass) -> int:
         """Return the random seed of the order of a pass's samples and of its noise.
@@ -227,9 +236,8 @@ class ClientInputs(Engine):
             learner: Local training, which has the pass.
             client_pass: Pass to run.
         """
-        return noise.key(
-            4, self.world.seed, job.client.id, job.round, learner.passes.index(client_pass)
-        )
+        number = learner.passes.index(client_pass)
+        return noise.key(Stream.PASS, self.world.seed, job.client.id, job.round, number)
 
     def pass_samples(self, client_pass: ClientPass, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of a pass.
@@ -368,7 +376,8 @@ class ClientInputs(Engine):
         seed = self.world.seed
         if name not in self._orders or self._orders[name][0] != seed:
             samples = parts.order
-            self._orders[name] = seed, samples[noise.order(noise.key(3, seed), len(samples))]
+            order = noise.order(noise.key(Stream.POOLED_ORDER, seed), len(samples))
+            self._orders[name] = seed, samples[order]
         return self._orders[name][1]
 
     def check_finite(self, job: Job, losses: Tensor, updates: Sequence[Tensor]) -> None:

@@ -15,7 +15,7 @@ from fedquilt import noise
 from fedquilt.data import FederatedData
 from fedquilt.data.federated import Scale
 from fedquilt.data.parts import Parts
-from fedquilt.engines.client_inputs import ClientInputs
+from fedquilt.engines.client_inputs import ClientInputs, Stream
 from fedquilt.engines.data_checks import check_inputs, check_targets
 from fedquilt.engines.options import EngineOptions
 from fedquilt.engines.samples import EvalSamples, split_by_domain, sum_scores
@@ -386,6 +386,7 @@ class Simulation(ClientInputs):
         total = torch.zeros((), device=self.device)
         for number, rows in enumerate(batches):
             targets = self.data.targets[rows]
+            key = noise.key(Stream.POOLED_GRADIENT, self.world.seed, number)
             view = View(
                 member,
                 dict(weights),
@@ -394,7 +395,7 @@ class Simulation(ClientInputs):
                 every_class,
                 received=weights,
                 mode=train_pass(self.method.local),
-                key=torch.tensor(noise.key(5, self.world.seed, number), device=self.device),
+                key=torch.tensor(key, device=self.device),
                 task=task,
             )
             count = task.total(targets)
