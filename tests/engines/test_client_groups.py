@@ -54,8 +54,8 @@ def truths():
 
 
 def truth_of(truths, play, method, family, data):
-    """Return the run of a method on `sequential`. Tests of one method follow each other, so that
-    only one is kept.
+    """Return the run of a method on `sequential`. Only the last run is cached, because tests of one
+    method follow each other.
     """
     if method not in truths:
         truths.clear()

@@ -149,10 +149,10 @@ def test_single_precision_on_cuda_is_close_to_the_cpu(residual, make_data):
 def test_captured_steps_give_the_numbers_of_the_sequential_engine(
     name, layout, residual, make_data, play, monkeypatch
 ):
-    """Every method in every layout, ragged clients, two epochs: graphs on the GPU against the truth
-    on the CPU.
+    """Every method in every layout, with ragged clients, against `sequential` on a CPU.
 
-    Tails are recorded, too, at once; in the tests above they are rare and taken as they come.
+    Last batches are captured at once. In the tests above they are rare, so that they run
+    uncaptured.
     """
     monkeypatch.setattr("fedquilt.engines.vectorized.groups.MIN_UNUSUAL_STEPS", 0)
     method, data = with_local(METHODS[name](), batch_size=4, epochs=2), make_data(residual, RAGGED)
@@ -229,8 +229,8 @@ def test_captured_attacks_give_the_numbers_of_the_sequential_engine(
 def test_captured_steps_read_the_shares_of_the_loaded_clients(
     name, layout, perceptron, make_data, play
 ):
-    """Three shares, one member, other clients every round: a graph must not hold on to the divisor
-    it was made with.
+    """Clients of three shares train one member in turn. A graph must not keep the first client's
+    share.
     """
     method, data = (
         with_local(METHODS[name](), batch_size=4, scaler=True),
@@ -244,9 +244,7 @@ def test_captured_steps_read_the_shares_of_the_loaded_clients(
 
 
 def test_captured_and_uncaptured_steps_agree_and_graphs_are_reused(residual, make_data):
-    """Cohorts change from round to round; a unit that has been recorded is loaded with whoever
-    comes next.
-    """
+    """Cohorts change from round to round, and a captured group is loaded with the next clients."""
     data, fleet = make_data(residual, [8] * 12), fq.Fleet.of(SHARES, 12, 6)
     runs = []
     for record in (True, False):
@@ -286,9 +284,7 @@ def test_one_round_in_float32_is_within_1e_4_of_the_cpu(residual, make_data):
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 @pytest.mark.parametrize("name", ["fedrescue", "fjord", "heterofl"])
 def test_nets_of_real_widths_are_captured_in_every_precision(name, precision, make_data, caplog):
-    """cuDNN's fast kernels ask for more than float64's do: weights that begin where 16 bytes can be
-    loaded.
-    """
+    """Unlike float64 kernels, cuDNN's fast kernels need weights that are aligned to 16 bytes."""
     family = fq.trace(lambda: PreResNet((1, 1), widths=(24, 40)), torch.zeros(2, 3, 16, 16))
     method = with_local(METHODS[name](), batch_size=8)
     data, fleet = make_data(family, (16, 16, 16)), fq.Fleet.of((1.0,), 3, 3)

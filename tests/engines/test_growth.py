@@ -36,8 +36,8 @@ FOUR_BITS = fq.Link(codec=fq.links.Codec(bits=4, feedback=True, down=True))
 
 
 def grown(name: str, **changes) -> ProgFed:
-    """Return ProgFed over a method: two rounds of each stage, the first of stages 2 and 3 is a
-    warm-up.
+    """Return ProgFed over a method, with two rounds per stage. Stages 2 and 3 begin with a warm-up
+    round.
     """
     inner = with_local(INNER[name], **{"batch_size": 4, "optimizer": SHARP, **changes})
     return ProgFed(over=inner, stage_rounds=2, warmup=1)
@@ -170,9 +170,7 @@ def started(make_data, method: ProgFed, engine: str, shares=(1.0,), **options) -
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_client_that_missed_a_stage_finds_the_values_that_it_kept(engine, make_data, tmp_path):
-    """Client 0 trains in the first and in the third stage. Its momentum of E_1 is that of the first
-    when it returns.
-    """
+    """Client 0 trains in the first and the third stage. It returns with its first momentum."""
     trace = tmp_path / "trace.csv"
     trace.write_text("client,start,end\n0,0,2\n0,4,6\n1,0,\n2,0,\n3,0,\n")
     fleet = fq.Fleet.of((1.0,), 4, 4, availability=Trace(str(trace)))
@@ -268,8 +266,8 @@ def test_equal_clients_are_one_stack_in_every_stage(play, make_data):
 
 @pytest.mark.parametrize("kind", ["macs", "params", "memory"])
 def test_bounds_hold_in_every_stage(kind, play, make_data):
-    """A device that cannot hold the whole model trains more channels of the first blocks than of
-    all of them.
+    """A device that cannot hold the whole model trains more channels in early stages than in late
+    ones.
     """
     family = growing()
     method = grown("heterofl")

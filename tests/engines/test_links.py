@@ -118,8 +118,8 @@ class TwoBranches(nn.Module):
 def test_base_nets_of_compound_axes_give_the_same_numbers_over_every_link(
     kind, link, language, play, make_data
 ):
-    """Where a dimension has several axes, positions count within what a scope holds, not within the
-    whole model.
+    """If a dimension has several axes, positions count within the net of a scope, not the whole
+    model.
     """
     family = language if kind == "heads" else fq.trace(TwoBranches, torch.zeros(2, 1, 6, 6))
     data, method = (
@@ -136,9 +136,7 @@ def test_base_nets_of_compound_axes_give_the_same_numbers_over_every_link(
 
 
 def test_a_part_of_a_base_net_arrives_at_its_positions(language):
-    """Its first columns are the nested net of the member that the scope holds; all else stays as it
-    was.
-    """
+    """The first columns of the scope's member are its nested net. Other columns stay unchanged."""
     family = language
     member = family.fit(fq.Budget(share=0.5))
     own = family.cutter.gather(family.init(1), prefix(member), family.trainable)

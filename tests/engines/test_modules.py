@@ -126,7 +126,7 @@ def test_modules_of_all_kinds_give_the_same_numbers(kind, norm, layout, make_dat
 @pytest.mark.parametrize("weight", [0.5, 1.0])
 @pytest.mark.parametrize("name", ["fedavg", "sheterofl"])
 def test_attacks_on_modules_with_constants_give_the_same_numbers(name, weight, make_data, play):
-    """A gradient within a gradient finds constants as they are, whichever of the two met them
+    """Constants of a module are the same inside of nested gradients, whichever gradient used them
     first.
     """
     family = fq.trace(Pinned, torch.zeros(2, 1, 6, 6), fixed=["stem"])
@@ -177,7 +177,7 @@ def test_one_sample_is_too_few_for_a_norm_that_trains_on_it(engine, make_data, p
 
 
 class Recurrent(nn.Module):
-    """torch's own recurrent layers have no batching rule where only some of their inputs are
+    """A net with torch's recurrent layers, which have no batching rule if only some inputs are
     stacked.
     """
 

@@ -185,8 +185,10 @@ def test_tied_weights_stay_tied_on_every_engine(play, make_data):
 
 @dataclass(frozen=True)
 class TwoPhases(HeteroFL):
-    """First the inner half on its own net's loss, then what is outside of it on the whole net's;
-    momentum is kept.
+    """A method that first trains the inner half of a net, and then the rest.
+
+    The first phase has the loss of the nested net, the second that of the whole net. Momentum is
+    kept.
     """
 
     def learner(self, job: Job, world: World) -> Learner:
@@ -387,9 +389,7 @@ def test_objectives_that_read_more_than_a_nested_net_give_the_same_numbers(
 def test_a_window_that_returns_finds_the_values_that_the_client_kept(
     engine, residual, make_data, play
 ):
-    """Positions outside of a round's window keep what was remembered of them (a window of half,
-    moved by half).
-    """
+    """Positions outside of the window keep their values. The window has half of all channels."""
     method = with_local(FedRolex(shift=4, weighting="data"), batch_size=4, norm="per_client")
     data = make_data(residual, (8,))
     family = residual

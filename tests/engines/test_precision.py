@@ -45,15 +45,13 @@ def test_weights_are_kept_in_the_precision_or_in_float32(precision, engine, trai
 @pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
 @pytest.mark.parametrize("engine", LOCAL)
 def test_bf16_rounds_products_and_learns_the_same(engine, family, trained):
-    """Eight bits of a factor are right: the step is that of fp32 to a few per cent, and not to
-    rounding.
-    """
+    """bf16 factors have eight correct bits, so that a step is that of fp32 to a few per cent."""
     fine, coarse = (trained(precision, engine, family) for precision in ("fp32", "bf16"))
     assert 1e-4 < distance(fine, coarse) < 0.1
 
 
 def test_the_mean_is_computed_in_full_precision(residual, make_data):
-    """Clients that learn nothing send back what they got: a mean rounded to bf16 would be another
+    """Clients that learn nothing send back what they received. A mean in bf16 would change the
     model.
     """
     still = with_local(FedRolex(), optimizer=fq.optimizers.SGD(lr=1e-30, momentum=0.0))

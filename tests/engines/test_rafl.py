@@ -182,8 +182,8 @@ def test_no_payload_has_a_private_weight(name, link, engine, make_data, play, mo
 def test_private_weights_are_only_in_the_first_download_of_each_client(
     link, engine, make_data, play, monkeypatch
 ):
-    """Setting (c), with limits that stay the same. Over a link that loses and codes, the first
-    download is whole.
+    """Setting (c) with constant limits. Over a link that loses and codes, the first download is
+    complete.
     """
     family = trained_pairs()
     data = make_data(family, RAGGED)

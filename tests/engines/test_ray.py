@@ -42,9 +42,7 @@ pytestmark = pytest.mark.slow  # a cluster of processes beside the tests' own: `
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    """Two workers of this machine. Engines that ask for the same get these, so that they are
-    started once.
-    """
+    """Return two workers on this machine. Engines that ask for equal workers share them."""
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
@@ -107,8 +105,8 @@ def test_every_method_gives_the_numbers_of_the_sequential_engine(name, residual,
 
 @pytest.mark.parametrize("name", CUTTING)
 def test_every_method_gives_the_numbers_of_the_sequential_engine_over_a_link(name, residual, start):
-    """Workers have the run's link, and what clients keep for it comes back: two runs on one pool,
-    each with its own.
+    """Workers use the run's link and return its client states. Two runs with different links share
+    a pool.
     """
     for link in (LINKS["everything"], LINKS["lossy"]):
         truth, other = (
@@ -462,9 +460,7 @@ def test_importing_and_listing_engines_does_not_import_ray():
 
 
 def test_a_running_cluster_is_used_and_left_running(tmp_path):
-    """In a process of its own, which has its own connection: the cluster is another process' local
-    one.
-    """
+    """A subprocess has its own connection to Ray, and starts the cluster itself."""
     pytest.importorskip("ray")
     code = """
         import gc, ray, torch, fedquilt as fq

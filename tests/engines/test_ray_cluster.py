@@ -55,8 +55,8 @@ class Head:
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[Head]:
-    """`ray start --head` with a token, as a user gives it; in a short folder, since names of
-    sockets have a limit.
+    """Start a head node with a token, as a user would. Its folder is short, because socket paths
+    are limited.
     """
     pytest.importorskip("ray")
     with (

@@ -136,9 +136,9 @@ def test_metrics_are_those_of_the_deployed_module(engine):
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("dims", UNETS)
 def test_a_flipped_sample_has_a_flipped_mask(engine, dims):
-    """A net that reads the class off each voxel has hardly any loss, whatever is drawn.
+    """A net that reads the class from each voxel has hardly any loss, whatever is flipped.
 
-    With the masks left as they were it would be wrong about half of the voxels.
+    If masks were not flipped, it would be wrong for about half of the voxels.
     """
     net = (nn.Conv2d if dims == 2 else nn.Conv3d)(1, 2, 1, bias=False)
     with torch.no_grad():

@@ -162,9 +162,7 @@ def test_fedavg_of_a_union_is_fedavg_of_its_first_net(played, residual, union):
 
 
 def test_each_architecture_is_averaged_over_its_own_clients(played, union):
-    """Clients 0, 2, … train the residual net and clients 1, 3, … the small one, each as FedAvg
-    among themselves.
-    """
+    """Even clients train the residual net and odd clients the small one. Each group runs FedAvg."""
     one = fq.LocalTraining(batch_size=64, optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.0))
     run = played(Assigned(local=one), rounds=1)
     weights, data = union.init(0, dtype=torch.float64), run.data
