@@ -222,8 +222,8 @@ class ClientInputs(Engine):
                     "pool.with_public(0.1) in Python, sets samples aside."
                 )
             world = self.world
-            drawn = drawn_positions(world.seed, job.round, client_pass.draw, world.num_public)
-            return batched(drawn, size)
+            positions = drawn_positions(world.seed, job.round, client_pass.draw, world.num_public)
+            return batched(positions, size)
         part = self.data.parts[job.client.id]
         order = noise.order(self.pass_key(job, learner, client_pass), len(part))
         return batched(part[order], size)

@@ -433,13 +433,13 @@ _CONSTRUCTED = (
 )
 
 
-def is_same(left: object, right: object) -> bool:
+def is_same(first: object, second: object) -> bool:
     """Return True if two fields of data are the same object, or small equal values."""
-    if left is right:
+    if first is second:
         return True
-    if isinstance(left, Scale) and isinstance(right, Scale):
-        return left.mean.equal(right.mean) and left.std.equal(right.std)
-    return isinstance(left, (str, int, tuple)) and left == right
+    if isinstance(first, Scale) and isinstance(second, Scale):
+        return first.mean.equal(second.mean) and first.std.equal(second.std)
+    return isinstance(first, (str, int, tuple)) and first == second
 
 
 def _without_targets(data: FederatedData, samples: Tensor, world: World) -> FederatedData:

@@ -25,5 +25,6 @@ Client groups keep tensors at fixed addresses, so that a step can be captured as
 Evaluation:
 
 - `evaluator.py`: evaluation and norm statistics of many nets
+- `totals.py`: sums of metrics and stored outputs
 - `captured.py`: a captured forward pass over many batches
 """

@@ -157,10 +157,10 @@ def finish_stack(engine: Vectorized, stack: Stack) -> None:
             client_weights = {name: value[client] for name, value in weights.items()}
             received = received_by(stack.received, client)
             with blamed(stack.jobs[client], "updating the method's state"):
-                left = run(
+                finished = run(
                     received, client_weights, dict(extras), passes, steps[client], rates[client]
                 )
-                stack.method_states.append(Left(*left))
+                stack.method_states.append(Left(*finished))
     member = engine.world.family.member(stack.arch)
     for job, client_state in zip(stack.jobs, stack.method_states, strict=True):
         check_left(job, learner, member, client_state)
