@@ -63,13 +63,12 @@ class RayConnection:
         try:
             ray.init(**options, logging_level=logging.ERROR, log_to_driver=False)
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            done = "started" if self.started else f"reached at {self.address!r}"
-            hint = (
-                ""
-                if self.started
-                else " If it asks for a token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must have it."
-            )
-            raise ConfigError(f"no Ray cluster could be {done}: {said(error)}.{hint}") from error
+            if self.started:
+                raise ConfigError(f"no Ray cluster could be started: {said(error)}.") from error
+            raise ConfigError(
+                f"no Ray cluster could be reached at {self.address!r}: {said(error)}. If it asks "
+                "for a token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must have it."
+            ) from error
         finally:
             if main:
                 # Ray's handler would end the run without a checkpoint.

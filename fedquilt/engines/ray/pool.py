@@ -71,8 +71,8 @@ class WorkerPool:
         if gpus:
             needs["num_gpus"] = min(1, max_workers / self.size) if self._connection.started else 1
         self._needs, self._device, self._threads = needs, device.type, threads
-        self._idle: list[Any] = []
-        self._starting: dict[Any, Any] = {}
+        self._idle: list[Any] = []  # Workers without a call
+        self._starting: dict[Any, Any] = {}  # Workers that start, by reference to their reply
 
     @staticmethod
     def of(cluster: Cluster, device: torch.device, threads: int) -> WorkerPool:
@@ -100,9 +100,10 @@ class WorkerPool:
 
         A call whose worker died is sent to another worker.
         """
-        waiting, lost = deque(range(len(calls))), Counter[int]()
-        running: dict[Any, tuple[Any, int]] = {}
-        done: dict[int, Parcel] = {}
+        waiting = deque(range(len(calls)))  # Calls without a worker, by number
+        deaths = Counter[int]()  # Workers that died, by call
+        running: dict[Any, tuple[Any, int]] = {}  # Worker and call, by reference to the result
+        done: dict[int, Parcel] = {}  # Results, by call
         failures = 0  # Failed starts of workers in a row
         try:
             for next_call in range(len(calls)):
@@ -124,9 +125,9 @@ class WorkerPool:
                             continue
                         worker, number = running.pop(reference)
                         if error := self._failure(reference):
-                            lost[number] += 1
+                            deaths[number] += 1
                             self._kill(worker)
-                            self._on_worker_death(calls[number], lost[number], error)
+                            self._on_worker_death(calls[number], deaths[number], error)
                             waiting.appendleft(number)
                             continue
                         self._idle.append(worker)
