@@ -23,7 +23,8 @@ from measure import images, machine
 
 import fedquilt as fq
 from fedquilt.engines import Ray
-from fedquilt.engines.ray.engine import Cluster, cut
+from fedquilt.engines.ray.connection import Cluster
+from fedquilt.engines.ray.engine import cut
 from fedquilt.models import PreResNet
 from fedquilt.terms import Job
 

@@ -208,10 +208,10 @@ def ours(case: Case, precision: Precision) -> tuple[float, float]:
     round()
     print(f"    first round {time.perf_counter() - began:.1f} s", flush=True)
     whole = median(round, 5) / (IMAGES // BATCH)
-    units = [unit for units in engine._idle.values() for unit in units]
+    units = [unit for units in engine.groups.idle.values() for unit in units]
     used = [unit for unit in units if getattr(unit, "_stack", None) is not None]
     for unit in used:
-        unit.at.zero_()
+        unit.chunk_step.zero_()
     layouts = ", ".join(f"{unit.shape.count} {unit.shape.layout}" for unit in used)
     print(f"    units: {layouts}; {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True)
     return 1e3 * replay_time(used, 40), whole

@@ -17,7 +17,8 @@ from measure import SHARES, images, machine
 
 import fedquilt as fq
 from fedquilt.engines.vectorized.engine import Vectorized
-from fedquilt.engines.vectorized.groups import ClientGroup, Layout, Shape
+from fedquilt.engines.vectorized.group_tensors import Layout, Shape
+from fedquilt.engines.vectorized.groups import ClientGroup
 from fedquilt.hardware.process import keep_pages
 from fedquilt.methods import HeteroFL
 from fedquilt.round.federation import World

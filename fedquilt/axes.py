@@ -15,7 +15,7 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
-from fedquilt.hardware.device import outside_functorch
+from fedquilt.hardware.torch_internals import outside_functorch
 
 _FEW = 8  # Number of runs up to which one call per run is faster than a list of all positions.
 Run = tuple[int, int]  # Positions from start to stop - 1.

@@ -37,6 +37,10 @@ class Flat:
         """Return other values for the same names as one vector, which must not be written to.
 
         A single weight is not copied.
+
+        Args:
+            weights: Values by scope and name.
+            scope: Prefix of the names in `weights`. "": none.
         """
         values = [weights[scope + name].reshape(-1) for name in self.shapes]
         return values[0] if len(values) == 1 else torch.cat(values)
@@ -74,7 +78,7 @@ class Map:
         self,
         dims: Mapping[str, Dims],
         sizes: Mapping[str, int],
-        kept: Mapping[str, int],
+        cut_sizes: Mapping[str, int],
         starts: Mapping[str, int],
         names: Sequence[str],
         device: torch.device,
@@ -84,12 +88,12 @@ class Map:
         Args:
             dims: Dimensions of every weight, as expressions of axes.
             sizes: Full size of every axis.
-            kept: Size of every axis that is cut.
+            cut_sizes: Size after the cut, of every axis that is cut.
             starts: Offset of every weight in the vector.
             names: Weights to include, in order.
             device: Device of the result.
         """
-        self._sizes, small = sizes, {**sizes, **kept}
+        self._sizes, small = sizes, {**sizes, **cut_sizes}
         # Start of each cut dimension's positions among all positions that `fill` gets.
         self._cut: dict[Expr, int] = {}
         sources, strides = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)]
@@ -105,7 +109,7 @@ class Map:
                 along = torch.arange(length, device=device).view(
                     [-1] + [1] * (len(lengths) - 1 - dim_index)
                 )
-                if any(axis in kept for axis in axes_in(dim)):
+                if any(axis in cut_sizes for axis in axes_in(dim)):
                     if dim not in self._cut:
                         self._cut[dim] = positions
                         positions += length
@@ -142,7 +146,7 @@ class Map:
         """Return the offsets in the vector of all entries of one cut, weight after weight."""
         positions = torch.cat([positions_of(dim, index, self._sizes).tensor for dim in self._cut])
         steps = to_device_async(self._fixed.device, positions)[self._sources] * self._strides
-        places = self._fixed
+        offsets = self._fixed
         for reached in self._reached:
-            places = places + steps.index_select(0, reached)
-        return places
+            offsets = offsets + steps.index_select(0, reached)
+        return offsets

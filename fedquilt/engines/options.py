@@ -8,7 +8,7 @@ import torch
 
 from fedquilt.hardware.precision import Precision
 
-CHUNKS = 8
+CHUNKS = 8  # Default number of chunks into which a cluster cuts a round's jobs
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,13 @@ class EvalSamples:
     # CPU.
     samples: Tensor
     # (class,) False where the client lacks the class. None: all classes count.
-    held: Tensor | None = None
+    class_mask: Tensor | None = None
     absent: float = -torch.inf  # Logit of the classes that a client lacks.
     robustness: float = 0.0  # Robustness of dual norms, from 0 (clean) to 1 (attacked).
     attack: PGD | None = None  # Attack on the samples. None: clean samples.
     training: bool = False  # True: positions refer to the training set.
 
-    def kept(self, task: Task) -> Tensor:
+    def stored_mask(self, task: Task) -> Tensor:
         """Return a mask (sample,) that is True for samples whose outputs must be stored.
 
         Metrics that are not computed from sums need these outputs.
@@ -63,19 +63,19 @@ class Piece:
     """Evaluation, or the part of it whose samples have one domain."""
 
     exam: EvalSamples  # Evaluation of the piece's samples.
-    of: int  # Position of the full evaluation in the list.
+    exam_index: int  # Position of the full evaluation in the list.
     domain: int | None = None  # Domain of the samples. None: all domains.
     counts: bool = True  # True: the piece counts in the score of the full evaluation.
 
 
-def pieces(
+def split_by_domain(
     exams: Sequence[EvalSamples], data: FederatedData, depends_on_batch: bool, batch_size: int
 ) -> list[Piece]:
     """Split evaluations by domain without evaluating a sample twice.
 
-    The score of an evaluation is the sum over its pieces. This fails if a prediction depends on the
-    other samples of its batch and batches would mix domains. The full evaluation then runs unsplit,
-    and its domains are evaluated in addition.
+    The score of an evaluation is the sum over its pieces. This would be wrong if a prediction
+    depends on the other samples of its batch and batches mix domains. The full evaluation is then
+    not split, and its domains are evaluated in addition.
 
     Args:
         exams: Evaluations to split.
@@ -83,38 +83,36 @@ def pieces(
         depends_on_batch: True if a prediction depends on the other samples of its batch.
         batch_size: Samples in a batch.
     """
-    all_pieces = [
-        piece
-        for position, exam in enumerate(exams)
-        for piece in _cut(position, exam, data, depends_on_batch, batch_size)
-    ]
+    all_pieces: list[Piece] = []
+    for position, exam in enumerate(exams):
+        all_pieces += _cut(position, exam, data, depends_on_batch, batch_size)
     # Sort by domain. On a GPU, evaluations of one net run one after another, and those of unequal
     # nets overlap.
     all_pieces.sort(key=lambda piece: -1 if piece.domain is None else piece.domain)
     return all_pieces
 
 
-def summed(
+def sum_scores(
     exams: Sequence[EvalSamples],
-    found: Sequence[Piece],
+    pieces: Sequence[Piece],
     scores: Sequence[Score],
     data: FederatedData,
 ) -> list[Score]:
     """Return the score of every evaluation, with the scores of its domains.
 
     Args:
-        exams: Evaluations, as `pieces` received them.
-        found: Pieces of the evaluations, as `pieces` returned them.
+        exams: Evaluations, as `split_by_domain` received them.
+        pieces: Pieces of the evaluations, as `split_by_domain` returned them.
         scores: Score of every piece.
         data: Samples, with the names of domains.
     """
     totals = [Score(exam.label) for exam in exams]
     by_domain: list[dict[Domain, Score]] = [{} for _ in exams]
-    for piece, score in zip(found, scores, strict=True):
+    for piece, score in zip(pieces, scores, strict=True):
         if piece.counts:
-            totals[piece.of] = totals[piece.of] + score
+            totals[piece.exam_index] = totals[piece.exam_index] + score
         if piece.domain is not None:
-            by_domain[piece.of][piece.domain, _name(data, piece.domain)] = score
+            by_domain[piece.exam_index][piece.domain, _name(data, piece.domain)] = score
     return [
         replace(score, domains=domain_scores)
         for score, domain_scores in zip(totals, by_domain, strict=True)
@@ -127,24 +125,28 @@ def _name(data: FederatedData, domain: int) -> str:
 
 
 def _cut(
-    place: int, exam: EvalSamples, data: FederatedData, depends_on_batch: bool, batch_size: int
+    exam_index: int,
+    exam: EvalSamples,
+    data: FederatedData,
+    depends_on_batch: bool,
+    batch_size: int,
 ) -> Iterator[Piece]:
     """Yield the pieces of one evaluation."""
     if data.test_domains is None or exam.training:
-        yield Piece(exam, place)
+        yield Piece(exam, exam_index)
         return
     codes = data.test_domains[exam.samples]
     domains = torch.bincount(codes).nonzero().flatten().tolist()
     if len(domains) == 1:
-        yield Piece(exam, place, domains[0])
+        yield Piece(exam, exam_index, domains[0])
         return
     adds_up = not depends_on_batch or _are_apart(codes, batch_size)
     if not adds_up:
-        yield Piece(exam, place)
+        yield Piece(exam, exam_index)
     for domain in domains:
         rows = exam.samples[codes == domain]
         if len(rows) > 1 or not depends_on_batch:  # A single sample has no statistics.
-            yield Piece(replace(exam, samples=rows), place, domain, adds_up)
+            yield Piece(replace(exam, samples=rows), exam_index, domain, adds_up)
 
 
 def _are_apart(codes: Tensor, batch_size: int) -> bool:

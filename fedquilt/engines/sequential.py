@@ -1,4 +1,4 @@
-"""Reference engine, which trains one client after another without optimisations."""
+"""Reference engine, which trains one client after another without optimizations."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ class Sequential(Simulation):
     """
 
     def _train(self, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
+        """Train one client after another: receive, train, send, remember."""
         family, federation = self.world.family, self.federation
         for job in jobs:
             member, memory = family.member(job.submodel), memory_of(server, job)
@@ -54,7 +55,7 @@ class Sequential(Simulation):
             payload = self.payload(server, job, learner)
             start = receive(federation, job, learner, payload, memory, self.initial)
             if learner.lesson:
-                start = self._taught(job, learner.lesson, start)
+                start = self._take_lesson(job, learner.lesson, start)
 
             batches = self.batches(job, learner, start.extras)
             with self.computing():
@@ -68,7 +69,7 @@ class Sequential(Simulation):
                 check_state(job, method_state.tensors)
 
             sent_weights = {name: state[name] for name in learner.sent(member)}
-            upload_submodel = learner.upload(member, job.submodel, self.held(job.client.id))
+            upload_submodel = learner.upload(member, job.submodel, self.classes_held(job.client.id))
             narrowed = family.cutter.narrow(sent_weights, job.submodel.held, upload_submodel.held)
             upload = upload_of(federation, job, learner, upload_submodel, narrowed, method_state)
             delivery = send(federation, job, upload, start.known, memory, self.initial)
@@ -94,7 +95,7 @@ class Sequential(Simulation):
             outcome.stacks += 1
             fold.add(update_of(job, learner, delivery.sent, steps, len(batches)))
 
-    def _taught(self, job: Job, lesson: Learner, start: Start) -> Start:
+    def _take_lesson(self, job: Job, lesson: Learner, start: Start) -> Start:
         """Train a client on public samples before it trains on its own.
 
         Returns:
@@ -125,7 +126,7 @@ class Sequential(Simulation):
         member = self.world.family.member(job.submodel)
         state, received = start.state, start.received
         slots = learner.start_slots(state, member) if start.slots is None else start.slots
-        class_mask, losses = self.held(job.client.id).to(self.device), []
+        class_mask, losses = self.classes_held(job.client.id).to(self.device), []
         table = self.teacher_rows(learner, start.extras).table if learner.teacher else None
         with blamed(job, "training"):
             for step, rows in enumerate(batches):
@@ -194,34 +195,55 @@ class Sequential(Simulation):
         return results
 
     def _pass_batch(
-        self, job: Job, learner: Learner, one: ClientPass, rows: Tensor, place: int
+        self, job: Job, learner: Learner, client_pass: ClientPass, rows: Tensor, number: int
     ) -> Batch:
-        inputs, targets = self.pass_samples(one, rows.to(self.device))
-        key = noise.fold_in(
-            torch.tensor(self.pass_key(job, learner, one), device=self.device), place
-        )
-        share = torch.tensor(learner.share, dtype=self.world.dtype, device=self.device)
-        return Batch(inputs, targets, self.held(job.client.id).to(self.device), key, share)
+        """Return one batch of a pass.
 
-    def _batch(self, job: Job, learner: Learner, rows: Tensor, held: Tensor, step: int) -> Batch:
+        Args:
+            job: Client, round and sub-model.
+            learner: Local training.
+            client_pass: Pass to run.
+            rows: Positions of the batch's samples, (sample,).
+            number: Number of the batch in the pass, for its random key.
+        """
+        inputs, targets = self.pass_samples(client_pass, rows.to(self.device))
+        pass_key = torch.tensor(self.pass_key(job, learner, client_pass), device=self.device)
+        key = noise.fold_in(pass_key, number)
+        share = torch.tensor(learner.share, dtype=self.world.dtype, device=self.device)
+        return Batch(inputs, targets, self.classes_held(job.client.id).to(self.device), key, share)
+
+    def _batch(
+        self, job: Job, learner: Learner, rows: Tensor, class_mask: Tensor, step: int
+    ) -> Batch:
+        """Return the augmented batch of one training step.
+
+        Args:
+            job: Client, round and sub-model.
+            learner: Local training, which names the augmentation.
+            rows: Positions of the batch's samples, (sample,).
+            class_mask: True where the client has samples of a class, (class,).
+            step: Step within the round.
+        """
         rows = rows.to(self.device)
         key = noise.fold_in(torch.tensor(self.keys(job)[1], device=self.device), step)
         inputs, targets = self.data.samples(rows), self.data.targets[rows]
         inputs, targets = augmented(inputs, targets, learner.local, key, learner.task)
         share = torch.tensor(learner.share, dtype=self.world.dtype, device=self.device)
-        return Batch(inputs, targets, held, key, share)
+        return Batch(inputs, targets, class_mask, key, share)
 
     def _evaluate(self, exams: Sequence[EvalSamples], batch_size: int) -> list[Score]:
         task, scores = self.world.task, []
         for exam in exams:
             kind, score = exam.kind(self.method.local.norm), Score(exam.label)
             batches = batched(exam.samples.to(self.device), batch_size)
-            for rows, mask in zip(batches, batched(exam.kept(task), batch_size), strict=True):
+            for rows, mask in zip(
+                batches, batched(exam.stored_mask(task), batch_size), strict=True
+            ):
                 with torch.no_grad():
                     inputs, targets = self.samples(kind, rows)
                     attack_start = kind.drawn(self.world.seed, rows, inputs)
                     logits = kind.logits(self.world, exam.weights, inputs, targets, attack_start)
-                    sums = task.sums(logits, targets, exam.held, exam.absent)
+                    sums = task.sums(logits, targets, exam.class_mask, exam.absent)
                 batch_score = Score(exam.label, {name: value.cpu() for name, value in sums.items()})
                 if task.collected:
                     batch_score = replace(

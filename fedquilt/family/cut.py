@@ -18,6 +18,7 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.axes import Dims, Index, Positions, axes_in, positions_of, size_of
 from fedquilt.errors import SubmodelError
+from fedquilt.hardware.torch_internals import foreach_add_
 from fedquilt.tensors import Flat, Map
 from fedquilt.terms import Arch, Submodel, Weights
 
@@ -414,7 +415,7 @@ class Cutter:
             else:
                 add_at(whole.parts[name], cut_rows, parts[name], scale)
         if targets:
-            torch._foreach_add_(targets, sources, alpha=scale)
+            foreach_add_(targets, sources, alpha=scale)
 
     def tally(
         self, like: Flat, held: Sequence[tuple[Submodel, Index, Sequence[str], float]]

@@ -27,7 +27,7 @@ from fedquilt.family.grouped import GroupedNet
 from fedquilt.family.net import Net, Pass
 from fedquilt.family.scaled import Scaled
 from fedquilt.family.variants import members_of
-from fedquilt.hardware.device import outside_functorch
+from fedquilt.hardware.torch_internals import outside_functorch
 from fedquilt.terms import Arch, Budget, Submodel, Weights
 
 if TYPE_CHECKING:

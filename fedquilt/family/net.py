@@ -34,7 +34,12 @@ from fedquilt.errors import TrainingError
 from fedquilt.family.dual import adjustables
 from fedquilt.family.nets import Nets
 from fedquilt.family.scaled import Scaled
-from fedquilt.hardware.device import outside_functorch
+from fedquilt.hardware.torch_internals import (
+    is_functorch_wrapped,
+    is_vmapped,
+    outside_functorch,
+    unwrapped,
+)
 
 Statistics = Literal["batch", "stored", "track", "measure"]
 
@@ -488,11 +493,10 @@ def _too_few(inputs: Tensor) -> ValueError:
 
 def _is_stacked(value: Tensor) -> bool:
     """Return True if a tensor is one client's view of a stack of clients under vmap."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(value):
-        if functorch.is_batchedtensor(value):
+    while is_functorch_wrapped(value):
+        if is_vmapped(value):
             return True
-        value = functorch.get_unwrapped(value)
+        value = unwrapped(value)
     return False
 
 
@@ -501,9 +505,8 @@ def _is_changed(value: Tensor) -> bool:
 
     For a stack of clients, only the innermost tensor counts changes.
     """
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(value):
-        value = functorch.get_unwrapped(value)
+    while is_functorch_wrapped(value):
+        value = unwrapped(value)
     return value.is_inference() or value._version > 0  # Inference tensors have no version.
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
 from torch import Tensor
 
@@ -29,11 +27,9 @@ def device_of(name: str) -> torch.device:
 
 def to_device_async(device: torch.device, tensor: Tensor) -> Tensor:
     """Copy a tensor from the host to a device, without waiting for running kernels."""
-    return (
-        tensor.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else tensor.to(device)
-    )
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def channels_last(value: Tensor) -> Tensor:
@@ -43,17 +39,6 @@ def channels_last(value: Tensor) -> Tensor:
     batch norm sums images with channels last one after another in float32, which gives errors of
     1e-4.
     """
-    return (
-        value.contiguous(memory_format=torch.channels_last)
-        if value.is_cuda and value.dim() == 4
-        else value
-    )
-
-
-def outside_functorch() -> AbstractContextManager[None]:
-    """Return a context for creating tensors that outlive a functorch transform.
-
-    A tensor that is created inside of `torch.func.grad` belongs to the transform and is useless
-    after it.
-    """
-    return torch._C._DisableFuncTorch()
+    if value.is_cuda and value.dim() == 4:
+        return value.contiguous(memory_format=torch.channels_last)
+    return value

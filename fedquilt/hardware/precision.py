@@ -27,8 +27,8 @@ def unfit(precision: Precision, device: str) -> str:
     """
     if precision == "tf32" and not device.startswith("cuda"):
         return (
-            f"'tf32' was asked for on {device}; only NVIDIA GPUs have it. 'fp32', 'bf16' or "
-            "'fp64' would fit."
+            f"'tf32' was asked for on {device}; only NVIDIA GPUs have it. 'fp32', 'bf16' or 'fp64' "
+            "would fit."
         )
     return ""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from fedquilt.errors import DivergenceError, FedquiltError, TrainingError
 from fedquilt.errors.faults import is_out_of_memory, memory_text
 from fedquilt.family.member import Member
+from fedquilt.hardware.torch_internals import foreach_norm
 from fedquilt.names import said
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.state import Left
@@ -111,7 +112,7 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
         return True
     # Usually one transfer from the device is enough. A norm may overflow although all values are
     # finite, so that values are only looked at if a norm is infinite.
-    norms = [norm.to(real[0].dtype) for norm in torch._foreach_norm(real)]
+    norms = [norm.to(real[0].dtype) for norm in foreach_norm(real)]
     if bool(torch.stack(norms).isfinite().all()):
         return True
     return all(bool(value.isfinite().all()) for value in real)

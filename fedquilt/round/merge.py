@@ -19,6 +19,7 @@ from fedquilt.axes import Index
 from fedquilt.errors import ConfigError
 from fedquilt.family.cut import Cutter, Tally
 from fedquilt.hardware.device import to_device_async
+from fedquilt.hardware.torch_internals import foreach_add_
 from fedquilt.round.fold import (
     Fold,
     Merged,
@@ -178,7 +179,7 @@ class Mean(Fold):
         for key, other_sums in other._sums.items():
             for piece, parts in self._pieces(key.scope, other_sums.parts).items():
                 own_sums = self._room(piece, parts)
-                torch._foreach_add_([own_sums.parts[name] for name in parts], list(parts.values()))
+                foreach_add_([own_sums.parts[name] for name in parts], list(parts.values()))
         for cut, sums in other._held.items():
             counts = self._held.setdefault(cut, [0.0, 0.0, 0.0])
             for index, value in enumerate(sums):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedquilt.axes import Index
 from fedquilt.deploy.deploy import check_client
-from fedquilt.engines.simulation import classes_held
+from fedquilt.engines.client_inputs import classes_held
 from fedquilt.errors import ConfigError
 from fedquilt.family.cut import inside
 from fedquilt.names import known

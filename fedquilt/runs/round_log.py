@@ -197,7 +197,8 @@ def _record(plain: Any) -> Record:
 
 def _fits(hint: str, value: object) -> bool:
     """Return True if a value has the type of a record's field, a number or a tuple of whole
-    numbers. Values of other types all fit."""
+    numbers. Values of other types all fit.
+    """
     if hint == "int":
         return type(value) is int
     if hint.startswith("float"):

@@ -21,8 +21,9 @@ from fedquilt.deploy.customizable import CustomizableModel, customizable
 from fedquilt.deploy.deploy import deployed
 from fedquilt.deploy.trained import Trained
 from fedquilt.engines import ENGINES
+from fedquilt.engines.data_checks import check_inputs, check_public
 from fedquilt.engines.options import EngineOptions
-from fedquilt.engines.simulation import Simulation, check_inputs, check_public
+from fedquilt.engines.simulation import Simulation
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.errors.faults import enough_memory
 from fedquilt.family import Family

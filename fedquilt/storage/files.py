@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fedquilt.errors import RecordError
+from fedquilt.hardware.torch_internals import foreach_copy_
 from fedquilt.storage.tensor_files import DTYPES, NOTE, SEAL, Bytes, sealing
 from fedquilt.terms import Extras, Slots, Weights
 
@@ -169,7 +170,7 @@ def settled(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         copies = [
             torch.empty_like(tensors[name], memory_format=torch.contiguous_format) for name in loose
         ]
-        torch._foreach_copy_(copies, [tensors[name] for name in loose])  # One launch copies all
+        foreach_copy_(copies, [tensors[name] for name in loose])  # One launch copies all
         tensors.update(zip(loose, copies, strict=True))
     return tensors
 

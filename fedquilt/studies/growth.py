@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from fedquilt.engines.simulation import classes_held
+from fedquilt.engines.client_inputs import classes_held
 from fedquilt.errors import ConfigError
 from fedquilt.methods.progfed import ProgFed
 from fedquilt.methods.progfed_stages import num_stages

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedquilt.checks import outside, refuse
 from fedquilt.errors import DataError
-from fedquilt.hardware.device import outside_functorch
+from fedquilt.hardware.torch_internals import outside_functorch
 from fedquilt.tasks.metrics import EvalSpec
 from fedquilt.tasks.task import Augment, Task
 

@@ -1,6 +1,4 @@
-"""The same numbers on a GPU: both engines on CUDA against the sequential one on the CPU, float64,
-two rounds.
-"""
+"""Engines on CUDA give the numbers of the sequential engine on the CPU: float64, two rounds."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ pytestmark = [
 
 
 def on_cpu(run: fq.Run) -> fq.Run:
-    """The run with its state brought back for comparison."""
+    """Return the run with its state on the CPU, for comparison."""
 
     def home(state: ClientState | Server) -> Any:
         slots = {
@@ -62,7 +60,7 @@ def test_every_method_gives_the_same_numbers_on_cuda(name, family, engine, play,
 @pytest.mark.parametrize("link", [fq.Link(), *LINKS.values()], ids=["perfect", *LINKS])
 @pytest.mark.parametrize("engine", LOCAL)
 def test_passes_and_variates_give_the_same_numbers_on_cuda(engine, link, residual, play, make_data):
-    """SCAFFOLD's option I: the gradient at the received weights becomes a slot."""
+    """In SCAFFOLD's option I, the gradient at the received weights becomes a slot."""
     method = with_local(
         METHODS["scaffold"](option="I"), batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1)
     )
@@ -100,7 +98,7 @@ def test_every_method_gives_the_same_numbers_over_links_on_cuda(
 
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("norm", ["batch", "tracked", "post"])
-def test_norms_of_ones_own_give_the_same_numbers_on_cuda(norm, engine, play, make_data):
+def test_user_defined_norms_give_the_same_numbers_on_cuda(norm, engine, play, make_data):
     """Subclasses run their own forward, also where a step is captured as a CUDA graph."""
     family = fq.trace(small_net, torch.zeros(2, 1, 4, 4))
     method = with_local(METHODS["heterofl"](), batch_size=4, norm=norm)
@@ -143,20 +141,20 @@ def test_single_precision_on_cuda_is_close_to_the_cpu(residual, make_data):
         assert float(difference) < 1e-4, name
 
 
-# --- recorded steps -----------------------------------------------------------------------------
+# --- captured steps -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
 @pytest.mark.parametrize("name", CUTTING)
-def test_recorded_steps_give_the_numbers_of_the_truth(
+def test_captured_steps_give_the_numbers_of_the_sequential_engine(
     name, layout, residual, make_data, play, monkeypatch
 ):
-    """Every method in every layout, ragged clients, two epochs: graphs on the GPU against the truth
-    on the CPU.
+    """Every method in every layout, with ragged clients, against `sequential` on a CPU.
 
-    Tails are recorded, too, at once; in the tests above they are rare and taken as they come.
+    Last batches are captured at once. In the tests above they are rare, so that they run
+    uncaptured.
     """
-    monkeypatch.setattr("fedquilt.engines.vectorized.groups._RARE", 0)
+    monkeypatch.setattr("fedquilt.engines.vectorized.groups.MIN_UNUSUAL_STEPS", 0)
     method, data = with_local(METHODS[name](), batch_size=4, epochs=2), make_data(residual, RAGGED)
     truth = play(method, residual, data, shares=SHARES)
     fleet, how = fq.Fleet.of(SHARES, data.num_clients, data.num_clients), fq.Evaluation(every=0)
@@ -172,7 +170,7 @@ def test_recorded_steps_give_the_numbers_of_the_truth(
     ids=["sgd", "adamw"],
 )
 @pytest.mark.parametrize("name", ["heterofl", "fedrescue", "scaffold"])
-def test_recorded_steps_read_the_rate_of_their_step(
+def test_captured_steps_read_the_learning_rate_of_their_step(
     name, optimizer, layout, residual, make_data, play, monkeypatch
 ):
     """One graph is replayed for steps whose rates differ, by step and by client."""
@@ -180,7 +178,7 @@ def test_recorded_steps_read_the_rate_of_their_step(
         pytest.skip(
             "an optimizer that counts steps is not recorded where only parts of the net move"
         )
-    monkeypatch.setattr("fedquilt.engines.vectorized.groups._RARE", 0)
+    monkeypatch.setattr("fedquilt.engines.vectorized.groups.MIN_UNUSUAL_STEPS", 0)
     within_round = fq.schedules.WithinRound(warmup_share=0.4, shape="cosine", final=0.1)
     method = with_local(
         METHODS[name](), batch_size=4, epochs=3, optimizer=optimizer, within_round=within_round
@@ -203,10 +201,10 @@ def test_recorded_steps_read_the_rate_of_their_step(
         (fq.conditioned, "post", "training"),
     ],
 )
-def test_recorded_attacks_give_the_numbers_of_the_truth(
+def test_captured_attacks_give_the_numbers_of_the_sequential_engine(
     transform, norm, search, layout, make_data, play
 ):
-    """Attacks in training, in tests and in calibration; what cannot be laid is stacked."""
+    """Samples are attacked in training, evaluation and calibration. Such nets are stacked."""
     family = fq.trace(
         transform(lambda: PreResNet((1, 1), 4, 1, widths=(4, 8))), torch.zeros(2, 1, 6, 6)
     )
@@ -223,16 +221,16 @@ def test_recorded_attacks_give_the_numbers_of_the_truth(
     run = fq.prepare(method, family, data, fleet, "vectorized", 0, "cuda", "fp64", how)
     run.engine.layout = layout
     assert_same(truth, on_cpu(run.train(2)), atol=1e-8)
-    assert not run.engine.examiner.unswept
+    assert not run.engine.evaluator.uncapturable
 
 
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
 @pytest.mark.parametrize("name", ["heterofl", "sheterofl", "fjord"])
-def test_recorded_steps_read_the_shares_of_whoever_trains(
+def test_captured_steps_read_the_shares_of_the_loaded_clients(
     name, layout, perceptron, make_data, play
 ):
-    """Three shares, one member, other clients every round: a graph must not hold on to the divisor
-    it was made with.
+    """Clients of three shares train one member in turn. A graph must not keep the first client's
+    share.
     """
     method, data = (
         with_local(METHODS[name](), batch_size=4, scaler=True),
@@ -245,10 +243,8 @@ def test_recorded_steps_read_the_shares_of_whoever_trains(
     assert_same(truth, on_cpu(run.train(4)), atol=1e-8)
 
 
-def test_recorded_and_unrecorded_steps_agree_and_graphs_are_reused(residual, make_data):
-    """Cohorts change from round to round; a unit that has been recorded is loaded with whoever
-    comes next.
-    """
+def test_captured_and_uncaptured_steps_agree_and_graphs_are_reused(residual, make_data):
+    """Cohorts change from round to round, and a captured group is loaded with the next clients."""
     data, fleet = make_data(residual, [8] * 12), fq.Fleet.of(SHARES, 12, 6)
     runs = []
     for record in (True, False):
@@ -261,9 +257,9 @@ def test_recorded_and_unrecorded_steps_agree_and_graphs_are_reused(residual, mak
     assert_same(on_cpu(runs[0]), on_cpu(runs[1]), atol=1e-8)
     engine = runs[0].engine
     runs[0].train(30)
-    sizes = {(shape.arch, shape.count) for shape in engine._idle}
-    # one unit a member and size, not one a round
-    assert sum(map(len, engine._idle.values())) == len(sizes) <= 3 * 4
+    sizes = {(shape.arch, shape.count) for shape in engine.groups.idle}
+    # one group for each member and size, not one for each round
+    assert sum(map(len, engine.groups.idle.values())) == len(sizes) <= 3 * 4
 
 
 def test_one_round_in_float32_is_within_1e_4_of_the_cpu(residual, make_data):
@@ -287,10 +283,8 @@ def test_one_round_in_float32_is_within_1e_4_of_the_cpu(residual, make_data):
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 @pytest.mark.parametrize("name", ["fedrescue", "fjord", "heterofl"])
-def test_nets_of_real_widths_are_recorded_in_every_precision(name, precision, make_data, caplog):
-    """cuDNN's fast kernels ask for more than float64's do: weights that begin where 16 bytes can be
-    loaded.
-    """
+def test_nets_of_real_widths_are_captured_in_every_precision(name, precision, make_data, caplog):
+    """Unlike float64 kernels, cuDNN's fast kernels need weights that are aligned to 16 bytes."""
     family = fq.trace(lambda: PreResNet((1, 1), widths=(24, 40)), torch.zeros(2, 3, 16, 16))
     method = with_local(METHODS[name](), batch_size=8)
     data, fleet = make_data(family, (16, 16, 16)), fq.Fleet.of((1.0,), 3, 3)
@@ -321,7 +315,7 @@ def test_nets_of_real_widths_are_recorded_in_every_precision(name, precision, ma
 
 
 @pytest.mark.parametrize("name", ["fedrolex", "fedrescue", "splitmix", "fedbn"])
-def test_a_run_that_goes_on_on_cuda_ends_as_if_it_had_not_stopped(
+def test_a_resumed_run_on_cuda_equals_one_that_was_not_interrupted(
     name, residual, make_data, tmp_path
 ):
     data, fleet = make_data(residual, RAGGED), fq.Fleet.of(SHARES, 6, 4)

@@ -1,4 +1,4 @@
-"""Deadlines on every engine: a late client is an absent one, float64, three rounds, 1e-9."""
+"""Deadlines on every engine: a late client counts as absent. Float64, three rounds, 1e-9."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ LINKS = {
 
 @dataclass(frozen=True)
 class Threshold(BaseCodec):
-    """Send the values that changed by more than a bound, with their positions. Messages differ in
-    length.
+    """Codec that sends the values that changed by more than a bound, with their positions.
+
+    Its messages differ in length.
     """
 
     bound: float = 0.02
@@ -55,7 +56,7 @@ class Threshold(BaseCodec):
 
 
 def noted(kind: type) -> type:
-    """Return an engine that writes down the costs of clients and the jobs that it was given."""
+    """Return an engine that records the costs of clients and the jobs that it receives."""
 
     class Noted(kind):
         def __post_init__(self):
@@ -91,9 +92,7 @@ def with_deadline(link: fq.Link, deadline: float) -> fq.Link:
 
 
 class Case:
-    """Runs of one method over one link, with a deadline that about half of the clients of the first
-    round miss.
-    """
+    """Runs of one method over one link. Half of the first round's clients miss the deadline."""
 
     def __init__(self, method, family, data, fleet, link, play, engines=tuple(LOCAL)):
         self.parts, self.fleet, self.play = (method, family, data), fleet, play
@@ -108,7 +107,7 @@ class Case:
         return self.play(*self.parts, fleet=self.fleet, engine=engine, link=link, rounds=rounds)
 
     def check(self) -> None:
-        """Late clients are the same on every engine, and as good as absent."""
+        """Check that late clients are the same on every engine, and count as absent."""
         truth, *others = self.runs.values()
         assert 0 < len(truth.records[0].late) < truth.records[0].clients
         for other in others:
@@ -156,7 +155,7 @@ QUICK = (("splitmix", "clock"), ("scaffold", "everything"))  # Several nets, and
         for link in LINKS
     ],
 )
-def test_a_late_client_is_an_absent_one(name, link, case):
+def test_a_late_client_counts_as_absent(name, link, case):
     case(name, LINKS[link]).check()
 
 
@@ -175,9 +174,7 @@ def test_a_late_client_has_no_private_net_yet(transfer, make_data, play):
 
 
 def test_a_client_whose_message_is_too_long_is_found_after_it_has_trained(case):
-    """Then the round is trained again without it, on an engine that sums updates before they are
-    folded, too.
-    """
+    """The round is then trained again without it, also if an engine sums updates of a stack."""
     link = fq.Link(codec=Threshold(), clock=replace(CLOCK, down=1e12, compute=0.0))
     long = case("heterofl", link)
     long.check()
@@ -203,9 +200,7 @@ def test_clients_that_are_known_to_be_late_are_not_trained(link, case):
     [("splitmix", "clock"), ("scaffold", "everything"), ("fedbn", "clock"), ("fednova", "clock")],
 )
 def test_costs_are_foreseen_exactly(name, link, residual, make_data, play):
-    """In the second round clients remember what they received, which a codec codes the next
-    download against.
-    """
+    """In the second round, a codec sends changes against what clients received in the first."""
     method = with_local(METHODS[name](), batch_size=4, optimizer=SHARP)
     data = make_data(residual, RAGGED, labels=2)
     fleet = fq.Fleet.of(SHARES, 6, 5, dynamic=True)

@@ -154,7 +154,7 @@ def test_local_settings_give_the_same_numbers_on_every_engine(name, changes, res
         *(pytest.param(link, marks=pytest.mark.slow) for link in ("lossy-mild", "lossy")),
     ],
 )
-def test_links_that_lose_give_the_same_numbers_on_every_engine(
+def test_links_that_lose_packets_give_the_same_numbers_on_every_engine(
     name, engine, link, residual, compare
 ):
     """Predictions get lost as a whole, in both directions."""

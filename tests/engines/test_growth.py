@@ -1,6 +1,4 @@
-"""ProgFed over other methods: equal on every engine across growth and warm-up, and what clients
-keep survives both.
-"""
+"""ProgFed over other methods: every engine agrees, and clients keep their state."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from fedquilt.fleets.availability import Trace
 from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, ProgFed, SplitMix
 from fedquilt.round.federation import World
 from tests.conftest import LOCAL, assert_same, with_local
-from tests.engines.test_units import LAYOUTS, played
+from tests.engines.test_client_groups import LAYOUTS, played
 from tests.growing import EXAMPLE, SIZES, ThreeBlocks, growing, moved, parts
 
 OTHERS = sorted(set(LOCAL) - {"sequential"})
@@ -38,15 +36,15 @@ FOUR_BITS = fq.Link(codec=fq.links.Codec(bits=4, feedback=True, down=True))
 
 
 def grown(name: str, **changes) -> ProgFed:
-    """Return ProgFed over a method: two rounds of each stage, the first of stages 2 and 3 is a
-    warm-up.
+    """Return ProgFed over a method, with two rounds per stage. Stages 2 and 3 begin with a warm-up
+    round.
     """
     inner = with_local(INNER[name], **{"batch_size": 4, "optimizer": SHARP, **changes})
     return ProgFed(over=inner, stage_rounds=2, warmup=1)
 
 
 def both(play, make_data, method, **options):
-    """The sequential run, and that of every other engine, over six rounds."""
+    """Compare the sequential run with that of every other engine, over six rounds."""
     family = growing()
     data = make_data(family, SIZES, labels=2)
     fleet = fq.Fleet.of(SHARES, 4, 4)
@@ -160,7 +158,7 @@ def test_the_net_of_a_frozen_member_is_built_inside_of_a_gradient():
 
 
 def started(make_data, method: ProgFed, engine: str, shares=(1.0,), **options) -> fq.Run:
-    """Return a run of six rounds that has not begun, of all four clients unless a fleet is given."""
+    """Return a run of six rounds that has not begun. Without a fleet, all four clients train."""
     family = growing()
     fleet = options.pop("fleet", None) or fq.Fleet.of(shares, 4, 4)
     how = fq.Evaluation(every=0)
@@ -171,10 +169,8 @@ def started(make_data, method: ProgFed, engine: str, shares=(1.0,), **options) -
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_a_client_that_was_away_for_a_stage_finds_what_it_kept(engine, make_data, tmp_path):
-    """Client 0 trains in the first and in the third stage. Its momentum of E_1 is that of the first
-    when it returns.
-    """
+def test_a_client_that_missed_a_stage_finds_the_values_that_it_kept(engine, make_data, tmp_path):
+    """Client 0 trains in the first and the third stage. It returns with its first momentum."""
     trace = tmp_path / "trace.csv"
     trace.write_text("client,start,end\n0,0,2\n0,4,6\n1,0,\n2,0,\n3,0,\n")
     fleet = fq.Fleet.of((1.0,), 4, 4, availability=Trace(str(trace)))
@@ -201,7 +197,7 @@ def test_a_client_that_was_away_for_a_stage_finds_what_it_kept(engine, make_data
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_error_feedback_survives_growth_and_warm_up(engine, make_data):
-    """What the codec lost of a frozen block stays as it was, until the block is sent again."""
+    """The codec's error of a frozen block stays unchanged until the block is sent again."""
     run = started(make_data, grown("fedavg"), engine, link=FOUR_BITS)
     before = run.train(2).server.memory[0, ""].slots
     warm = run.train(3).server.memory[0, ""].slots
@@ -220,8 +216,8 @@ def test_error_feedback_survives_growth_and_warm_up(engine, make_data):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_windows_that_move_on_keep_what_was_remembered_elsewhere(engine, make_data):
-    """FedRolex's window of half the channels moves by one each round, through growth and warm-up."""
+def test_moving_windows_keep_values_at_other_positions(engine, make_data):
+    """FedRolex's window of half the channels moves by one in every round."""
     method = grown("fedrolex", keep_optimizer=True)
     run = started(make_data, method, engine, shares=(0.5,))
     cutter = run.world.family.cutter
@@ -270,8 +266,8 @@ def test_equal_clients_are_one_stack_in_every_stage(play, make_data):
 
 @pytest.mark.parametrize("kind", ["macs", "params", "memory"])
 def test_bounds_hold_in_every_stage(kind, play, make_data):
-    """A device that cannot hold the whole model trains more channels of the first blocks than of
-    all of them.
+    """A device that cannot hold the whole model trains more channels in early stages than in late
+    ones.
     """
     family = growing()
     method = grown("heterofl")

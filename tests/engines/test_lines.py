@@ -1,6 +1,4 @@
-"""Weights end to end: views write into the lines, and nets nested in others are cut from them and
-put back.
-"""
+"""Weights of a client in one row: views of it, and nested nets that are cut from it."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ CLIENTS = pytest.mark.parametrize("clients", [1, 3])
 
 
 def some(family, clients, seed=0):
-    """Random weights of several clients."""
+    """Return random weights of several clients."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {name: family.layout.shape(name, family.layout.sizes) for name in family.trainable}
     return {
@@ -56,7 +54,7 @@ def test_views_of_lines_are_the_weights(family, clients, channels_last):
 @CLIENTS
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 @pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
-def test_a_nested_net_is_cut_and_put_back_where_it_is(family, clients, share, channels_last):
+def test_a_nested_net_is_cut_and_added_back_at_its_positions(family, clients, share, channels_last):
     weights, held = some(family, clients), prefix(family.whole).index
     inner = family.member(family.whole).nested(share)
     lines = Lines({name: value.shape[1:] for name, value in weights.items()}, channels_last)
@@ -72,16 +70,14 @@ def test_a_nested_net_is_cut_and_put_back_where_it_is(family, clients, share, ch
     assert int((outer[0] != 0).sum()) == family.count(inner.arch) < len(lines)
 
 
-def test_nets_that_nobody_uses_any_more_are_forgotten(residual, make_data):
-    """Places are as many numbers as a net has weights: units that are alive share them, and then
-    they go.
-    """
+def test_positions_of_unused_nested_nets_are_dropped(residual, make_data):
+    """Positions take as much memory as a net's weights. Client groups share them while in use."""
     fleet = fq.Fleet.of((1.0,), 2, 2)
     method = fq.methods.FedResCuE(local=fq.LocalTraining(batch_size=4))
     run = fq.prepare(
         method, residual, make_data(residual, (4, 4)), fleet, evaluation=fq.Evaluation(every=0)
     ).train(3)
     engine = run.engine
-    assert engine._nested
-    engine._idle.clear()
-    assert not engine._nested
+    assert engine.line_cache.nested
+    engine.groups.idle.clear()
+    assert not engine.line_cache.nested

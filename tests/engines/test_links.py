@@ -1,6 +1,4 @@
-"""Every method over links that lose and code: the same numbers on every engine, float64, two
-rounds, 1e-9.
-"""
+"""Every method over links that lose and code: every engine agrees in float64 to 1e-9."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.engines import Vectorized
 from fedquilt.family.cut import prefix
 from fedquilt.methods import METHODS, FedRolex, HeteroFL, SplitMix
 from fedquilt.round.link import Transmission
@@ -77,10 +74,10 @@ def test_rotated_changes_are_the_same_on_every_engine(name, link, residual, play
     [HeteroFL(), FedRolex(shift=2), METHODS["sheterofl"].preset("released"), SplitMix(base=0.25)],
     ids=lambda method: type(method).__name__,
 )
-def test_statistics_and_several_payloads_go_over_every_link(
+def test_statistics_and_several_payloads_give_the_same_numbers_over_every_link(
     method, norm, residual, play, make_data
 ):
-    """Statistics travel as they are; parts of what arrived may count once more."""
+    """Statistics are sent uncoded. Parts of what arrived may count more than once."""
     method, data = (
         with_local(method, batch_size=4, norm=norm),
         make_data(residual, RAGGED, labels=2),
@@ -93,7 +90,7 @@ def test_statistics_and_several_payloads_go_over_every_link(
         assert_same(truth, other)
 
 
-def test_token_models_go_over_every_link(language, play, make_data):
+def test_token_models_give_the_same_numbers_over_every_link(language, play, make_data):
     data, method = make_data(language, RAGGED, labels=3), with_local(FedRolex(), batch_size=4)
     truth, *others = (
         play(method, language, data, SHARES, engine=engine, link=LINKS["everything"], rounds=3)
@@ -104,7 +101,7 @@ def test_token_models_go_over_every_link(language, play, make_data):
 
 
 class TwoBranches(nn.Module):
-    """Channels laid end to end, and a classifier that sees every channel's positions."""
+    """Two branches whose channels are concatenated, and a classifier of all pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,9 +115,11 @@ class TwoBranches(nn.Module):
 
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("kind", ["heads", "branches"])
-def test_base_nets_of_compound_axes_go_over_every_link(kind, link, language, play, make_data):
-    """Where a dimension has several axes, positions count within what a scope holds, not within the
-    whole model.
+def test_base_nets_of_compound_axes_give_the_same_numbers_over_every_link(
+    kind, link, language, play, make_data
+):
+    """If a dimension has several axes, positions count within the net of a scope, not the whole
+    model.
     """
     family = language if kind == "heads" else fq.trace(TwoBranches, torch.zeros(2, 1, 6, 6))
     data, method = (
@@ -136,10 +135,8 @@ def test_base_nets_of_compound_axes_go_over_every_link(kind, link, language, pla
         assert other.per_client() == truth.per_client()
 
 
-def test_a_part_of_a_base_net_arrives_where_it_belongs(language):
-    """Its first columns are the nested net of the member that the scope holds; all else stays as it
-    was.
-    """
+def test_a_part_of_a_base_net_arrives_at_its_positions(language):
+    """The first columns of the scope's member are its nested net. Other columns stay unchanged."""
     family = language
     member = family.fit(fq.Budget(share=0.5))
     own = family.cutter.gather(family.init(1), prefix(member), family.trainable)
@@ -207,8 +204,8 @@ def test_away_from_their_neutral_values_links_change_something(residual, play, m
         assert other.records[0].bytes_up < perfect.records[0].bytes_up
 
 
-def test_a_perfect_link_leaves_stacks_whole(residual, play, make_data, monkeypatch):
-    """What arrives as it was sent is summed before it is placed."""
+def test_a_perfect_link_does_not_split_stacks(residual, play, make_data, monkeypatch):
+    """Updates that arrive unchanged are summed before they are added to the fold."""
     from fedquilt.round.merge import Mean
 
     monkeypatch.setattr(Mean, "add", lambda *_: pytest.fail("a client was added by itself"))
@@ -235,13 +232,14 @@ def test_runs_that_share_an_engine_keep_their_links(engine, residual, make_data)
         assert_same(run, begin(engine, run.link).train(2), atol=0)
 
 
-def test_nets_that_cannot_be_stacked_go_over_the_same_link(residual, make_data, play, monkeypatch):
+def test_nets_that_cannot_be_stacked_use_the_same_link(residual, make_data, play, monkeypatch):
     def refused(*_args):
         raise RuntimeError("Batching rule not implemented for aten::something. We could not")
 
     data, method = make_data(residual, RAGGED), with_local(HeteroFL(), batch_size=4)
     truth = play(method, residual, data, SHARES, link=LINKS["everything"])
-    monkeypatch.setattr(Vectorized, "gradients", refused)
+    for module in ("stacked_step", "group_step"):
+        monkeypatch.setattr(f"fedquilt.engines.vectorized.{module}.gradients", refused)
     fleet, how = fq.Fleet.of(SHARES, 6, 6), fq.Evaluation(every=0)
     run = fq.prepare(method, residual, data, fleet, precision="fp64", evaluation=how)
     run.engine.layout = "stack"

@@ -34,7 +34,7 @@ from fedquilt.round.link import BaseCodec
 
 @dataclass(frozen=True)
 class TopK(BaseCodec):
-    """The largest values, and where they are."""
+    """Codec that sends the largest values and their positions."""
 
     keep: float = 0.2  # Part of the values that are sent.
     feedback: bool = False
@@ -132,7 +132,7 @@ def test_a_users_codec_is_equal_on_every_engine(name, link, mine, residual, play
         assert_same(truth, other)
 
 
-def test_its_bytes_are_those_of_its_messages(mine, perceptron, play, make_data):
+def test_bytes_of_a_users_codec_are_those_of_its_messages(mine, perceptron, play, make_data):
     link = fq.Link(codec=codec("TopK"))
     run = play(fq.methods.FedAvg(), perceptron, make_data(perceptron, (8, 8)), link=link)
     assert perceptron.count(perceptron.whole) == 51
@@ -141,7 +141,7 @@ def test_its_bytes_are_those_of_its_messages(mine, perceptron, play, make_data):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_a_file_asks_for_it_and_gives_the_same_run_as_python(mine: Path, engine: str) -> None:
+def test_a_users_codec_in_a_file_gives_the_same_run_as_in_python(mine: Path, engine: str) -> None:
     table = {"name": "mine.py:TopK", "keep": 0.3, "feedback": True}
     link = {"loss": {"name": "columns", "rate": 0.3}, "codec": table}
     experiment = small(link=link, engine={"name": engine, "precision": "fp64"})
@@ -160,7 +160,7 @@ def test_a_file_asks_for_it_and_gives_the_same_run_as_python(mine: Path, engine:
     assert [one.bytes_up for one in run.records] == [one.bytes_up for one in python.records]
 
 
-def test_a_function_in_a_file_may_make_it(mine: Path) -> None:
+def test_a_function_in_a_file_may_return_the_codec(mine: Path) -> None:
     assert small(link={"codec": "mine.py:half"}).link.codec == codec("TopK", keep=0.5)
 
 
@@ -191,7 +191,7 @@ def test_a_table_without_a_name_is_the_built_in_codec(mine: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "told"),
+    ("table", "message"),
     [
         (
             "liner",
@@ -212,6 +212,6 @@ def test_a_table_without_a_name_is_the_built_in_codec(mine: Path) -> None:
         (8, r": 8 was found; a codec by its name, or a table would fit\."),
     ],
 )
-def test_what_no_codec_can_be_is_refused(table: Any, told: str, mine: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"link\.codec{told}"):
+def test_values_that_are_not_codecs_are_refused(table: Any, message: str, mine: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"link\.codec{message}"):
         small(link={"codec": table})

@@ -1,5 +1,6 @@
-"""Every method on the vectorized engine against the sequential one: float64, two rounds, 1e-9; and
-how much stacks.
+"""Every method on the vectorized engine against the sequential one: float64, two rounds, 1e-9.
+
+Tests also check how many stacks a round has.
 """
 
 from __future__ import annotations
@@ -8,10 +9,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fedquilt as fq
-from fedquilt.engines import Vectorized
 from fedquilt.family.norms import NORM_POLICIES
 from fedquilt.methods import (
     METHODS,
@@ -53,7 +53,7 @@ SHARP = fq.optimizers.SGD(lr=0.1, momentum=0.9, weight_decay=1e-3)
 
 
 def both(play, method, family, data, **options):
-    """The sequential run, and that of every other engine."""
+    """Compare the sequential run with that of every other engine."""
     truth = play(method, family, data, engine="sequential", **options)
     return truth, [play(method, family, data, engine=name, **options) for name in OTHERS]
 
@@ -89,7 +89,7 @@ def test_every_method_gives_the_same_numbers_on_every_engine(name, family, play,
 def test_base_nets_sorted_by_validation_are_the_same_on_every_engine(
     family, norm, on, play, make_data
 ):
-    """Where they are, every share is evaluated with the same nets; one client has a single sample."""
+    """Every share is evaluated with the same nets. One client has a single sample."""
     data = make_data(family, (7, 4, 9, 5, 1, 4), labels=2).with_validation(0.3)
     method = with_local(SplitMix(base=0.25, sort=True), batch_size=4, optimizer=SHARP, norm=norm)
     how = fq.Evaluation(per_client=True, batch_size=10, on=on)
@@ -160,7 +160,7 @@ def test_every_variant_gives_the_same_numbers_on_every_engine(method, residual, 
 
 
 def test_tied_weights_stay_tied_on_every_engine(play, make_data):
-    """The embedding is the output layer: the class axis is then the vocabulary's."""
+    """The embedding is also the output layer, so that the class axis is the vocabulary's."""
     options = {
         "max_length": 5,
         "width": 8,
@@ -185,8 +185,10 @@ def test_tied_weights_stay_tied_on_every_engine(play, make_data):
 
 @dataclass(frozen=True)
 class TwoPhases(HeteroFL):
-    """First the inner half on its own net's loss, then what is outside of it on the whole net's;
-    momentum is kept.
+    """A method that first trains the inner half of a net, and then the rest.
+
+    The first phase has the loss of the nested net, the second that of the whole net. Momentum is
+    kept.
     """
 
     def learner(self, job: Job, world: World) -> Learner:
@@ -326,7 +328,7 @@ def test_calibration_is_the_same_on_every_engine(residual, make_data):
 
 @dataclass(frozen=True)
 class Penalised(Wrapping):
-    """Another objective plus a penalty on all weights of the client, also outside of a nested net."""
+    """Another objective plus a penalty on all weights, also those outside of a nested net."""
 
     def __call__(self, view: View) -> Tensor:
         return self.objective(view) + 0.1 * sum(
@@ -354,7 +356,7 @@ class WithHalf(Wrapping):
     ids=["proximal", "penalty", "second net", "penalty and proximal"],
 )
 @pytest.mark.parametrize("name", ["fjord", "fedrescue", "sheterofl"])
-def test_objectives_that_read_more_than_a_nested_net_are_alike(
+def test_objectives_that_read_more_than_a_nested_net_give_the_same_numbers(
     name, objective, perceptron, make_data, play
 ):
     """The gradient of a penalty is not zero outside of the nested net whose loss it is added to.
@@ -384,12 +386,10 @@ def test_objectives_that_read_more_than_a_nested_net_are_alike(
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_a_window_that_comes_back_finds_what_the_client_kept_there(
+def test_a_window_that_returns_finds_the_values_that_the_client_kept(
     engine, residual, make_data, play
 ):
-    """Positions outside of a round's window keep what was remembered of them (a window of half,
-    moved by half).
-    """
+    """Positions outside of the window keep their values. The window has half of all channels."""
     method = with_local(FedRolex(shift=4, weighting="data"), batch_size=4, norm="per_client")
     data = make_data(residual, (8,))
     family = residual
@@ -415,8 +415,8 @@ def test_a_window_that_comes_back_finds_what_the_client_kept_there(
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_another_state_is_not_served_with_the_last_ones_cuts(engine, residual, make_data):
-    """A run may be set back to an earlier state: nothing of the later one may linger."""
+def test_cuts_of_an_earlier_state_are_not_reused(engine, residual, make_data):
+    """A run may be set back to an earlier state. Cuts of the later state must not be used."""
     run = fq.prepare(
         with_local(HeteroFL(), norm="per_client"),
         residual,
@@ -452,7 +452,7 @@ def test_the_age_of_momentum_does_not_split_a_stack(residual, make_data):
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("method", [HeteroFL(), METHODS["fedbn"](), METHODS["splitmix"](base=0.25)])
 def test_runs_of_several_seeds_share_an_engine(method, engine, residual, make_data, play):
-    """As good as an engine of their own: initial weights, batches, cohorts and lots are the seed's."""
+    """Initial weights, batches, cohorts and random draws are those of each run's seed."""
     data, fleet, how = (
         make_data(residual, RAGGED),
         fq.Fleet.of(SHARES, 6, 3),
@@ -469,8 +469,8 @@ def test_runs_of_several_seeds_share_an_engine(method, engine, residual, make_da
     assert_same(own, again, atol=0.0)
 
 
-def test_clients_that_send_nothing_stack_whatever_their_classes(residual, make_data, play):
-    """Those that hold the same classes are sent together; of nothing there is nothing to take."""
+def test_clients_that_send_nothing_are_stacked_whatever_their_classes(residual, make_data, play):
+    """Clients with the same classes are sent together, also if they send no weights."""
     method, data = (
         with_local(LocalOnly(), batch_size=4, masked="client"),
         make_data(residual, (8, 8, 8)),
@@ -482,250 +482,8 @@ def test_clients_that_send_nothing_stack_whatever_their_classes(residual, make_d
         assert_same(truth, other)
 
 
-# --- modules of all kinds -----------------------------------------------------------------------
-
-
-class Simple(nn.Module):
-    """A convolution, something between, and a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.out = nn.Conv2d(1, 8, 3, padding=1), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.between(torch.relu(self.conv(x))).mean((2, 3)))
-
-    def between(self, x: Tensor) -> Tensor:
-        return x
-
-
-class BatchNormed(Simple):
-    """A norm that stores no statistics: it goes by the batch in tests, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(8, track_running_stats=False)
-
-    def between(self, x: Tensor) -> Tensor:
-        return self.norm(x)
-
-
-class Pinned(Simple):
-    """A layer that is neither cut nor trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(1, 1, 3, padding=1).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.stem(x))
-
-
-class AcrossChannels(Simple):
-    """Side by side its channels would be averaged with those of other clients, and fit nowhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(36, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.relu(self.conv(x)).mean(1).flatten(1))
-
-
-class Dropping(Simple):
-    """Leaves out so little that side by side and stacked may agree by accident; names no device."""
-
-    def between(self, x: Tensor) -> Tensor:
-        return x * (torch.rand(len(x), 1, 1, 1) >= 0.03) if self.training else x
-
-
-class Masking(Simple):
-    """Writes where a condition holds, which vmap cannot stack."""
-
-    def between(self, x: Tensor) -> Tensor:
-        x = x.clone()
-        x[x > 0.3] = 0.3
-        return x
-
-
-class Summing(Simple):
-    """Adds into a tensor of its own, which is not stacked."""
-
-    def between(self, x: Tensor) -> Tensor:
-        total = torch.zeros(x.shape, dtype=x.dtype)
-        total += x
-        return total
-
-
-class Deciding(Simple):
-    """Looks at its data in training, which tracing and counting cannot."""
-
-    def between(self, x: Tensor) -> Tensor:
-        return 2 * x if self.training and x.mean() > 0.3 else x
-
-
-@pytest.mark.parametrize("layout", ["auto", "stack"])
-@pytest.mark.parametrize("norm", ["post", "per_client"])
-@pytest.mark.parametrize(
-    "kind",
-    [Simple, BatchNormed, Pinned, AcrossChannels, Dropping, Masking, Summing, Deciding],
-    ids=lambda k: k.__name__,
-)
-def test_modules_of_all_kinds_give_the_same_numbers(kind, norm, layout, make_data, play):
-    family = fq.trace(kind, torch.zeros(2, 1, 6, 6), fixed=["stem"] if kind is Pinned else ())
-    method, data, how = (
-        with_local(HeteroFL(), batch_size=4, norm=norm),
-        make_data(family, RAGGED),
-        fq.Evaluation(batch_size=3),
-    )
-    truth = play(method, family, data, SHARES, evaluation=how)
-    run = fq.prepare(
-        method, family, data, fq.Fleet.of(SHARES, 6, 6), precision="fp64", evaluation=how
-    )
-    run.engine.layout = layout
-    assert_same(truth, run.train(2))
-
-
-@pytest.mark.parametrize("weight", [0.5, 1.0])
-@pytest.mark.parametrize("name", ["fedavg", "sheterofl"])
-def test_modules_with_constants_are_attacked_alike(name, weight, make_data, play):
-    """A gradient within a gradient finds constants as they are, whichever of the two met them
-    first.
-    """
-    family = fq.trace(Pinned, torch.zeros(2, 1, 6, 6), fixed=["stem"])
-    data = make_data(family, RAGGED)
-    data = replace(data, inputs=data.inputs.sigmoid(), test_inputs=data.test_inputs.sigmoid())
-    adversarial = fq.attacks.AdversarialTraining(
-        weight, fq.attacks.PGD(eps=0.1, steps=2, step_size=0.05)
-    )
-    method = with_local(METHODS[name](), batch_size=4, adversarial=adversarial)
-    truth, others = both(play, method, family, data, shares=(1.0, 0.5))
-    for other in others:
-        assert_same(truth, other)
-
-
-class Rows(nn.Module):
-    """A norm that has one value a channel and sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.relu(self.norm(self.first(x))))
-
-
-def test_one_test_sample_is_enough_for_stored_statistics(make_data, play):
-    family = fq.trace(Rows, torch.zeros(2, 4))
-    # parts of 2, 1, 1, 1
-    method, data = (
-        with_local(HeteroFL(), batch_size=4),
-        make_data(family, (6, 6, 6, 6), tests=5),
-    )
-    truth, others = both(play, method, family, data, evaluation=fq.Evaluation(per_client=True))
-    for other in others:
-        assert_same(truth, other)
-
-
-@pytest.mark.parametrize("engine", LOCAL)
-def test_one_sample_is_too_few_for_a_norm_that_trains_on_it(engine, make_data, play):
-    family = fq.trace(Rows, torch.zeros(2, 4))
-    with pytest.raises(
-        fq.errors.TrainingError, match=r"more than one value a channel.*min_size=2.*GroupNorm"
-    ):
-        play(with_local(HeteroFL(), batch_size=1), family, make_data(family, (4, 4)), engine=engine)
-
-
-# --- what vmap cannot stack ---------------------------------------------------------------------
-
-
-class Recurrent(nn.Module):
-    """torch's own recurrent layers have no batching rule where only some of their inputs are
-    stacked.
-    """
-
-    def __init__(self, kind: type[nn.RNNBase], **options) -> None:
-        super().__init__()
-        self.cell, self.out = kind(3, 8, batch_first=True, **options), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.cell(x)[0][:, -1])
-
-
-@pytest.mark.parametrize(
-    "method", [HeteroFL(), LocalOnly()], ids=lambda method: type(method).__name__
-)
-@pytest.mark.parametrize(
-    "options", [{}, {"num_layers": 2, "dropout": 0.5}], ids=["one layer", "dropout"]
-)
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_nets_give_the_same_numbers(kind, options, method, play, make_data):
-    family = fq.trace(lambda: Recurrent(kind, **options), torch.zeros(2, 5, 3))
-    truth, others = both(
-        play, with_local(method, batch_size=4), family, make_data(family, RAGGED), shares=SHARES
-    )
-    for other in others:
-        assert_same(truth, other)
-        assert other.accuracy == truth.accuracy
-
-
-class Bag(nn.Module):
-    """torch stacks its sums of embeddings, client by client."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.out = nn.EmbeddingBag(11, 8), nn.Linear(8, 11)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.embed(x)).unsqueeze(1).expand(-1, x.shape[1], -1)
-
-
-def test_what_torch_stacks_client_by_client_is_stacked_without_a_word(play, make_data, caplog):
-    """Warnings are errors here, and what fails in a stack would be set apart."""
-    family = fq.trace(Bag, torch.zeros(2, 5, dtype=torch.int64), class_dim=-1)
-    truth, others = both(
-        play, with_local(HeteroFL(), batch_size=4), family, make_data(family, RAGGED), shares=SHARES
-    )
-    for other in others:
-        assert_same(truth, other)
-        assert not other.engine.single
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("layout", ["auto", "stack"])
-def test_nets_that_cannot_be_stacked_are_trained_one_after_another(
-    layout, residual, make_data, play, caplog, monkeypatch
-):
-    def refused(*_args):
-        raise RuntimeError("Batching rule not implemented for aten::something. We could not")
-
-    monkeypatch.setattr(Vectorized, "gradients", refused)
-    data, method = make_data(residual, RAGGED), with_local(HeteroFL(), batch_size=4)
-    truth = play(method, residual, data, shares=SHARES)
-    fleet = fq.Fleet.of(SHARES, data.num_clients, data.num_clients)
-    run = fq.prepare(
-        method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0)
-    )
-    run.engine.layout = layout
-    assert_same(truth, run.train(2))
-    assert run.records[-1].bytes_down == truth.records[-1].bytes_down
-    told = (
-        "clients with equal nets are trained one after another: Batching rule not implemented "
-        "for aten::something"
-    )
-    assert [line.message for line in caplog.records] == [told]  # once for all members and rounds
-    caplog.clear()
-    other = make_data(residual, RAGGED[::-1])  # who trains them has the data the engine has now
-    again = fq.prepare(
-        method, residual, other, fleet, run.engine, evaluation=fq.Evaluation(every=0)
-    ).train(2)
-    # though the engine knew it from the first run
-    assert [line.message for line in caplog.records] == [told]
-    assert_same(play(method, residual, other, shares=SHARES), again)
-
-
-def test_the_whole_model_is_among_the_rows_whatever_devices_hold(residual, make_data, play):
-    """Widest first, and by the share of the channels also where a budget bounds something else."""
+def test_the_whole_model_is_always_evaluated(residual, make_data, play):
+    """Results are listed from the widest net, by share of channels also for other budgets."""
     quarter = residual.count(residual.fit(fq.Budget(share=0.25)))
     fleet = fq.Fleet.of([fq.Budget(params=quarter), fq.Budget(share=0.5)], 2, 2)
     run = play(HeteroFL(), residual, make_data(residual, (6, 6)), fleet=fleet)

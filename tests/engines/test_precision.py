@@ -1,6 +1,4 @@
-"""Precision by its name: what weights are kept in, what products are computed in, and where there
-is none of it.
-"""
+"""Precision by name: types of weights and products, and devices that lack a precision."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def trained(residual, make_data):
 
 
 def distance(one: fq.Run, other: fq.Run) -> float:
-    """How far two runs' weights lie apart, of how far they lie from where they began."""
+    """Return the distance of two runs' weights, divided by their distance from the start."""
     first = METHOD.init(one.world).weights
     apart = sum(
         float((w.double() - other.server.weights[n].double()).norm() ** 2)
@@ -47,15 +45,13 @@ def test_weights_are_kept_in_the_precision_or_in_float32(precision, engine, trai
 @pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
 @pytest.mark.parametrize("engine", LOCAL)
 def test_bf16_rounds_products_and_learns_the_same(engine, family, trained):
-    """Eight bits of a factor are right: the step is that of fp32 to a few per cent, and not to
-    rounding.
-    """
+    """bf16 factors have eight correct bits, so that a step is that of fp32 to a few per cent."""
     fine, coarse = (trained(precision, engine, family) for precision in ("fp32", "bf16"))
     assert 1e-4 < distance(fine, coarse) < 0.1
 
 
-def test_the_mean_is_taken_in_full(residual, make_data):
-    """Clients that learn nothing send back what they got: a mean rounded to bf16 would be another
+def test_the_mean_is_computed_in_full_precision(residual, make_data):
+    """Clients that learn nothing send back what they received. A mean in bf16 would change the
     model.
     """
     still = with_local(FedRolex(), optimizer=fq.optimizers.SGD(lr=1e-30, momentum=0.0))
@@ -74,14 +70,14 @@ def test_tf32_is_refused_on_a_cpu(trained):
         trained("tf32")
 
 
-def test_a_precision_nobody_knows_is_refused(trained):
+def test_an_unknown_precision_is_refused(trained):
     with pytest.raises(
         ConfigError, match=r"no precision named 'fp16'.* Known: fp32, tf32, bf16, fp64"
     ):
         trained("fp16")
 
 
-def test_a_run_goes_on_in_its_own_precision_only(residual, make_data, tmp_path):
+def test_a_run_is_resumed_only_in_its_precision(residual, make_data, tmp_path):
     parts = METHOD, residual, make_data(residual, (4, 4)), fq.Fleet.of((1.0,), 2, 2)
     fq.run(*parts, rounds=1, precision="bf16", out=tmp_path / "run")
     with pytest.raises(ConfigError, match="precision: bf16 there, fp32 here"):
@@ -89,7 +85,7 @@ def test_a_run_goes_on_in_its_own_precision_only(residual, make_data, tmp_path):
 
 
 @pytest.mark.parametrize("precision", DTYPES)
-def test_torch_is_left_as_it_was(precision):
+def test_settings_of_torch_are_restored(precision):
     held = torch.backends.cuda.matmul, torch.backends.cudnn
 
     def globally() -> list[bool]:
@@ -106,7 +102,9 @@ def test_torch_is_left_as_it_was(precision):
 @pytest.mark.parametrize(
     ("precision", "least", "most"), [("fp32", 0, 1e-3), ("tf32", 1e-6, 0.05), ("bf16", 1e-4, 0.1)]
 )
-def test_products_on_a_gpu_are_as_fine_as_asked(precision, least, most, residual, make_data):
+def test_products_on_a_gpu_have_the_precision_asked_for(
+    precision, least, most, residual, make_data
+):
     data, fleet = make_data(residual, (8, 4, 8, 4)), fq.Fleet.of((1.0, 0.5), 4, 4)
     truth, other = (
         fq.run(METHOD, residual, data, fleet, rounds=1, device="cuda", precision=one)

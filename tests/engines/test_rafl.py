@@ -1,6 +1,4 @@
-"""RaFL on every engine: float64, two rounds, 1e-9; over links; and every payload of a run in both
-directions.
-"""
+"""RaFL on every engine and over links: float64, two rounds, 1e-9; and every payload of a run."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ def played(
 
 
 @pytest.mark.parametrize(("name", "link"), SLOW)
-def test_two_rounds_are_the_same_on_sequential_and_vectorised(name, link, make_data, play):
+def test_two_rounds_are_the_same_on_sequential_and_vectorized(name, link, make_data, play):
     runs = [
         played(name, plain_pairs(), engine, make_data, play, LINKS[link])
         for engine in ("sequential", "vectorized")
@@ -136,7 +134,7 @@ class Listed:
 
 @contextmanager
 def listing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listed]:
-    """Write down what is handed to clients before any link, and what they hand to the link."""
+    """Record the names of weights that clients receive, before the link, and that they send."""
     from fedquilt.engines.simulation import Simulation
 
     found = Listed()
@@ -184,8 +182,8 @@ def test_no_payload_has_a_private_weight(name, link, engine, make_data, play, mo
 def test_private_weights_are_only_in_the_first_download_of_each_client(
     link, engine, make_data, play, monkeypatch
 ):
-    """Setting (c), with limits that stay the same. Over a link that loses and codes, the first
-    download is whole.
+    """Setting (c) with constant limits. Over a link that loses and codes, the first download is
+    complete.
     """
     family = trained_pairs()
     data = make_data(family, RAGGED)

@@ -1,6 +1,4 @@
-"""Segmentation with U-Nets on every engine: parity, masks that move with their images, and bad
-input.
-"""
+"""Segmentation with U-Nets on every engine: parity, augmented masks, and bad input."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ def family(dims: int) -> fq.Family:
     return fq.trace(build, torch.zeros(2, 1, *SIZES[dims]))
 
 
-def dealt(dims: int = 2, **changes: Tensor) -> fq.FederatedData:
-    """Partition images of noise to two clients. One mask does not count at all, and others in part."""
+def partitioned(dims: int = 2, **changes: Tensor) -> fq.FederatedData:
+    """Partition images of noise to two clients. One mask does not count, others count in part."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(14, 1, *SIZES[dims], generator=generator, dtype=torch.float64)
     y = torch.randint(CLASSES, (14, *SIZES[dims]), generator=generator)
@@ -62,11 +60,11 @@ def play(
         "evaluation": fq.Evaluation(batch_size=2),
         **options,
     }
-    return fq.run(quick, family(dims), dealt(dims), fleet, engine, task=task, **options)
+    return fq.run(quick, family(dims), partitioned(dims), fleet, engine, task=task, **options)
 
 
 @pytest.mark.parametrize("method", CUTTING)
-def test_every_method_gives_the_same_on_both_engines(method):
+def test_every_method_gives_the_same_numbers_on_both_engines(method):
     """Also those that mask absent classes, distil or weigh samples."""
     chosen = METHOD.get(method) or METHODS[method]()
     runs = [play(chosen, engine, rounds=2 if method == "progfed" else 1) for engine in LOCAL]
@@ -80,7 +78,7 @@ def test_every_method_gives_the_same_on_both_engines(method):
 
 @pytest.mark.parametrize("dims", UNETS)
 @pytest.mark.parametrize("loss", ["cross-entropy", "dice", "both"])
-def test_losses_and_augmentation_give_the_same_on_both_engines(dims, loss):
+def test_losses_and_augmentation_give_the_same_numbers_on_both_engines(dims, loss):
     axes = tuple(range(dims))
     changes = {
         "crop": 1,
@@ -96,12 +94,12 @@ def test_losses_and_augmentation_give_the_same_on_both_engines(dims, loss):
 
 
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
-def test_recorded_steps_have_the_loss_of_segmentation(layout):
-    engine = Vectorized(dealt(), precision="fp64", layout=layout, record=True)
+def test_captured_steps_have_the_loss_of_segmentation(layout):
+    engine = Vectorized(partitioned(), precision="fp64", layout=layout, record=True)
     assert_same(*(play(FedAvg(), one) for one in (engine, "sequential")))
 
 
-def test_samples_with_weights_of_their_own_give_the_same_on_both_engines():
+def test_weighted_samples_give_the_same_numbers_on_both_engines():
     """OAT draws a weight for each sample, which multiplies its loss."""
     attack = fq.attacks.PGD(eps=0.1, step_size=0.05, steps=1, low=-10, high=10)
     method = with_local(
@@ -110,11 +108,13 @@ def test_samples_with_weights_of_their_own_give_the_same_on_both_engines():
     net = fq.conditioned(unet2d(CLASSES, width=4, depth=1, norm="batch"))
     traced, fleet = fq.trace(net, torch.zeros(2, 1, 4, 4)), fq.Fleet.of((1.0,), 2)
     options = {"rounds": 1, "precision": "fp64", "task": Segmentation()}
-    assert_same(*(fq.run(method, traced, dealt(), fleet, engine, **options) for engine in LOCAL))
+    assert_same(
+        *(fq.run(method, traced, partitioned(), fleet, engine, **options) for engine in LOCAL)
+    )
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_figures_are_those_of_the_deployed_module(engine):
+def test_metrics_are_those_of_the_deployed_module(engine):
     run = play(FedAvg(), engine)
     outputs = run.deploy(fq.Budget(share=1.0))(run.data.test_inputs).detach()
     task = run.world.task
@@ -136,9 +136,9 @@ def test_figures_are_those_of_the_deployed_module(engine):
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("dims", UNETS)
 def test_a_flipped_sample_has_a_flipped_mask(engine, dims):
-    """A net that reads the class off each voxel has hardly any loss, whatever is drawn.
+    """A net that reads the class from each voxel has hardly any loss, whatever is flipped.
 
-    With the masks left as they were it would be wrong about half of the voxels.
+    If masks were not flipped, it would be wrong for about half of the voxels.
     """
     net = (nn.Conv2d if dims == 2 else nn.Conv3d)(1, 2, 1, bias=False)
     with torch.no_grad():
@@ -188,14 +188,14 @@ EMPTY_TESTS = torch.cat([MASKS[:9], 0 * MASKS[9:]])
 )
 def test_masks_that_do_not_fit_are_refused_before_the_first_round(masks, message):
     with pytest.raises(DataError, match=message):
-        prepared(dealt(masks=masks))
+        prepared(partitioned(masks=masks))
 
 
 def test_crops_and_flips_that_do_not_fit_are_refused_before_the_first_round():
     with pytest.raises(ConfigError, match="crop = 4 was asked for; images are 4×4"):
-        prepared(dealt(), with_local(FedAvg(), crop=4))
+        prepared(partitioned(), with_local(FedAvg(), crop=4))
     with pytest.raises(ConfigError, match="images have 2 axes, so that 2 is none of them"):
-        prepared(dealt(), with_local(FedAvg(), flip=True, flip_axes=(2,)))
+        prepared(partitioned(), with_local(FedAvg(), flip=True, flip_axes=(2,)))
 
 
 def test_a_label_above_all_classes_may_be_ignored():
@@ -204,17 +204,17 @@ def test_a_label_above_all_classes_may_be_ignored():
     masks[:, 0] = 255
     task = Segmentation(ignore=255)
     run = fq.run(
-        HeteroFL(), family(2), dealt(masks=masks), fq.Fleet.of((1.0,), 2), rounds=1, task=task
+        HeteroFL(), family(2), partitioned(masks=masks), fq.Fleet.of((1.0,), 2), rounds=1, task=task
     )
     assert math.isfinite(run.metrics["dice"]["1.0"])
     with pytest.raises(DataError, match=r"data has 256 classes; .* task.ignore = 255 would fit"):
-        prepared(dealt(masks=masks))
+        prepared(partitioned(masks=masks))
 
 
 def test_masks_without_a_task_are_classified_with_a_hint(caplog):
-    """As in earlier versions, whose runs can go on."""
+    """Runs of earlier versions can thus be resumed."""
     with caplog.at_level(logging.WARNING):
-        assert prepared(dealt(), task=None).world.task == Classification()
+        assert prepared(partitioned(), task=None).world.task == Classification()
     assert "The task segmentation trains by cross-entropy and Dice" in caplog.text
 
 

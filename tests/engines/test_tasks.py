@@ -33,7 +33,7 @@ def family(outputs: int) -> fq.Family:
     )
 
 
-def dealt(targets: Tensor, tests: int = 9) -> fq.FederatedData:
+def partitioned(targets: Tensor, tests: int = 9) -> fq.FederatedData:
     """Partition samples whose targets are given: those of clients first, then those for testing."""
     generator, count = torch.Generator().manual_seed(2), sum(SIZES)
     x = torch.randn(count + tests, 4, generator=generator, dtype=torch.float64)
@@ -51,12 +51,12 @@ def numbers(columns: int) -> Tensor:
 
 
 TASKS = {
-    "regression": (Regression(), dealt(numbers(1)), 1),
-    "two columns": (Regression("huber"), dealt(numbers(2)), 2),
-    "labels": (MultiLabel(max_samples=5), dealt(numbers(3) > 0), 3),
+    "regression": (Regression(), partitioned(numbers(1)), 1),
+    "two columns": (Regression("huber"), partitioned(numbers(2)), 2),
+    "labels": (MultiLabel(max_samples=5), partitioned(numbers(3) > 0), 3),
     "weighted": (
         Classification(class_weights=(1.0, 2.0, 0.5), label_smoothing=0.1),
-        dealt(numbers(1).gt(0).long()),
+        partitioned(numbers(1).gt(0).long()),
         3,
     ),
 }
@@ -83,8 +83,8 @@ def play(name: str, method: fq.Method, engine: str, **options: object) -> fq.Run
 
 @pytest.mark.parametrize("task", ["regression", "labels"])
 @pytest.mark.parametrize("method", [name for name in CUTTING if name not in NEEDS_CLASSES])
-def test_every_method_gives_the_same_on_both_engines(method, task):
-    """Also those whose own defaults mask absent classes: there are none."""
+def test_every_method_gives_the_same_numbers_on_both_engines(method, task):
+    """Methods whose defaults mask absent classes run too, without a mask."""
     chosen = METHOD.get(method) or METHODS[method]()
     runs = [play(task, chosen, engine, evaluation=fq.Evaluation(batch_size=4)) for engine in LOCAL]
     assert_same(*runs)
@@ -103,7 +103,7 @@ def test_methods_that_exchange_probabilities_refuse_other_targets(method):
 
 
 @pytest.mark.parametrize("task", ["two columns", "weighted"])
-def test_other_losses_give_the_same_on_both_engines(task):
+def test_other_losses_give_the_same_numbers_on_both_engines(task):
     runs = [
         play(task, FedResCuE(samples=2, smallest=0.5, granularity=0.5), engine) for engine in LOCAL
     ]
@@ -112,8 +112,8 @@ def test_other_losses_give_the_same_on_both_engines(task):
 
 
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
-def test_recorded_steps_and_sweeps_have_the_loss_of_the_task(layout):
-    """Recorded evaluations sum up all metrics, not only counts."""
+def test_captured_steps_and_passes_have_the_loss_of_the_task(layout):
+    """Captured evaluations sum up all metrics, not only counts."""
     _, data, outputs = TASKS["regression"]
     how = fq.Evaluation(batch_size=2)
     engine = Vectorized(data, precision="fp64", layout=layout, record=True)
@@ -129,7 +129,7 @@ def test_recorded_steps_and_sweeps_have_the_loss_of_the_task(layout):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_figures_are_what_the_module_gives(engine):
+def test_metrics_are_those_of_the_modules_outputs(engine):
     run = play("regression", FedAvg(), engine, evaluation=fq.Evaluation(every=0, batch_size=4))
     module = run.deploy(fq.Budget(share=1.0))
     errors = module(run.data.test_inputs).detach().flatten() - run.data.test_targets
@@ -148,7 +148,7 @@ def test_figures_are_what_the_module_gives(engine):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_metrics_of_ranked_scores_see_as_many_outputs_as_they_may(engine):
+def test_metrics_of_ranked_scores_get_at_most_the_allowed_outputs(engine):
     run = play("labels", FedAvg(), engine, evaluation=fq.Evaluation(every=0, batch_size=4))
     rows = run.world.task.kept_positions(9)
     assert len(rows) == 5
@@ -168,7 +168,7 @@ def test_results_of_clients_are_means_over_clients():
     assert run.metrics["rmse"] == pytest.approx({"1.0": whole, "0.5": half}, abs=1e-12)
 
 
-def test_domains_have_the_main_figure():
+def test_domains_have_the_main_metric():
     _, data, outputs = TASKS["regression"]
     data = replace(data, test_domains=torch.arange(9) % 2, domain_names=("north", "south"))
     run = fq.run(
@@ -178,7 +178,7 @@ def test_domains_have_the_main_figure():
     assert "mae/north" not in run.metrics
 
 
-def test_base_nets_are_sorted_by_the_direction_of_the_main_figure(monkeypatch):
+def test_base_nets_are_sorted_by_the_direction_of_the_main_metric(monkeypatch):
     """The net with the smallest error comes first, as the one with the highest accuracy does."""
     seen = []
     ranked = SplitMix.ranked
@@ -212,7 +212,7 @@ def test_a_target_is_an_upper_bound_where_lower_is_better():
 
 
 def test_attacks_raise_the_loss_of_the_task():
-    """In training and in tests; a real number is attacked as well as a class."""
+    """Samples with real-valued targets are attacked too, in training and in evaluation."""
     attack = fq.attacks.PGD(eps=0.1, step_size=0.05, steps=2, low=-10, high=10)
     method = with_local(FedAvg(), adversarial=fq.attacks.AdversarialTraining(attack=attack))
     how = fq.Evaluation(robustness=(0.0,), attack=attack, every=0)
@@ -237,7 +237,12 @@ def prepared(
     targets: Tensor, outputs: int = 1, method: fq.Method = FedAvg(), **options: object
 ) -> fq.Run:
     return fq.prepare(
-        method, family(outputs), dealt(targets), fq.Fleet.of((1.0,), 3), precision="fp64", **options
+        method,
+        family(outputs),
+        partitioned(targets),
+        fq.Fleet.of((1.0,), 3),
+        precision="fp64",
+        **options,
     )
 
 
@@ -255,7 +260,7 @@ def test_a_task_is_found_from_targets_and_outputs(targets, outputs, task):
     assert prepared(targets, outputs).world.task == task
 
 
-def test_a_text_has_next_tokens(language, make_data):
+def test_the_task_of_a_text_is_next_tokens(language, make_data):
     run = fq.prepare(FedAvg(), language, make_data(language, (4, 4)), fq.Fleet.of((1.0,), 2))
     assert run.world.task == NextToken()
 
@@ -291,7 +296,7 @@ def test_a_task_that_does_not_fit_is_refused(targets, outputs, options, error, s
 def test_test_targets_are_checked_too():
     targets = numbers(1).gt(0).long()
     targets[-1] = 7
-    data = replace(dealt(targets), num_classes=0)
+    data = replace(partitioned(targets), num_classes=0)
     with pytest.raises(
         DataError, match="the test set of data; a target is 7; the output has 3 classes"
     ):
@@ -318,14 +323,14 @@ def test_engines_that_keep_outputs_on_devices_refuse_ranked_scores(monkeypatch):
 
 @dataclass(frozen=True)
 class Flipped(Regression):
-    """A task of a user's own; its targets are flipped with the inputs."""
+    """A user's task whose targets are flipped with the inputs."""
 
     def augment_targets(self, targets, augment):
         return augment(targets)
 
 
 def test_targets_that_are_images_are_flipped_with_their_inputs():
-    """Inputs that are their own targets stay so: the identity has no error, whatever is drawn."""
+    """If targets equal inputs, the identity has no error, whichever samples are flipped."""
     net = nn.Conv2d(1, 1, 1, bias=False)
     nn.init.constant_(net.weight, 1.0)
     x = torch.randn(12, 1, 5, 5, generator=torch.Generator().manual_seed(4))
@@ -349,7 +354,7 @@ def test_targets_that_are_images_are_flipped_with_their_inputs():
 
 
 class Worst(SumMetric):
-    """A metric of a user's own whose sums do not add up."""
+    """A user's metric whose sums do not add up."""
 
     def sums(self, outputs, targets):
         return (outputs.flatten() - targets).abs().max()
@@ -360,7 +365,7 @@ class Worst(SumMetric):
 
 @dataclass(frozen=True)
 class Wrong(Regression):
-    """A loss of a user's own with one number for the whole batch."""
+    """A user's loss that returns one number for the whole batch."""
 
     def losses(self, outputs, targets):
         return (outputs.flatten() - targets).square().mean()
@@ -386,15 +391,16 @@ def test_a_loss_or_a_metric_of_the_wrong_kind_is_refused_before_the_first_round(
 
 @dataclass(frozen=True)
 class Plain(Task):
-    """The smallest task of a user's own."""
+    """The smallest task that a user can write."""
 
     def losses(self, outputs, targets):
         return (outputs.flatten() - targets).abs()
 
 
 def test_a_task_that_cannot_be_distilled_is_refused_with_methods_that_distil():
-    assert math.isfinite(fq.run(HeteroFL(), family(1), dealt(numbers(1)), fq.Fleet.of(SHARES, 3), rounds=1,
-                                precision="fp64", task=Plain()).metrics["loss"]["0.5"])  # fmt: skip
+    fleet, data = fq.Fleet.of(SHARES, 3), partitioned(numbers(1))
+    run = fq.run(HeteroFL(), family(1), data, fleet, rounds=1, precision="fp64", task=Plain())
+    assert math.isfinite(run.metrics["loss"]["0.5"])
     with pytest.raises(ConfigError, match=r"Define Plain\.divergences"):
         prepared(numbers(1), method=FedResCuE(), task=Plain())
 

@@ -26,7 +26,7 @@ SIZES = {
 
 
 class Logits(nn.Module):
-    """A model of transformers as fedquilt takes it: one tensor in, one tensor out."""
+    """Wrapper of a model of transformers with one tensor as input and one as output."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

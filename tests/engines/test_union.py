@@ -1,6 +1,4 @@
-"""Several architectures in one federation: groups, engines, links, checkpoints, and what is
-deployed.
-"""
+"""Several architectures in one federation: groups, engines, links, checkpoints, deployment."""
 
 from __future__ import annotations
 
@@ -141,7 +139,7 @@ def test_two_rounds_are_the_same_on_ray(name, played):
 
 @pytest.mark.parametrize("link", ["everything"])
 @pytest.mark.parametrize("name", [pytest.param("assigned", marks=pytest.mark.slow), "paired"])
-def test_architectures_travel_over_links_that_lose_and_code(name, link, played):
+def test_architectures_give_the_same_numbers_over_links_that_lose_and_code(name, link, played):
     options = {"link": LINKS[link]}
     assert_same(
         *(played(METHODS[name], engine, **options) for engine in ("sequential", "vectorized"))
@@ -165,9 +163,7 @@ def test_fedavg_of_a_union_is_fedavg_of_its_first_net(played, residual, union):
 
 
 def test_each_architecture_is_averaged_over_its_own_clients(played, union):
-    """Clients 0, 2, … train the residual net and clients 1, 3, … the small one, each as FedAvg
-    among themselves.
-    """
+    """Even clients train the residual net and odd clients the small one. Each group runs FedAvg."""
     one = fq.LocalTraining(batch_size=64, optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.0))
     run = played(Assigned(local=one), rounds=1)
     weights, data = union.init(0, dtype=torch.float64), run.data
@@ -208,7 +204,7 @@ class WholePairs(Paired):
         return [prefix(world.family.whole)]
 
 
-def test_a_method_that_leaves_nets_idle_is_said_to(played, caplog):
+def test_a_method_that_leaves_nets_untrained_is_reported(played, caplog):
     played(METHODS["fedavg"], rounds=1)
     assert (
         "FedAvg lets no client train 'small' of the union's nets 'residual', 'small'" in caplog.text
@@ -221,7 +217,7 @@ def test_a_method_that_leaves_nets_idle_is_said_to(played, caplog):
 @pytest.mark.parametrize(
     "name", ["assigned", *(pytest.param(one, marks=pytest.mark.slow) for one in ("feddf", "fedbn"))]
 )
-def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(name, played, tmp_path):
+def test_a_resumed_run_equals_one_that_was_not_interrupted(name, played, tmp_path):
     options = {"engine": "vectorized", "evaluation": fq.Evaluation(every=1)}
     truth = played(METHODS[name], rounds=2, **options)
     played(METHODS[name], rounds=1, out=tmp_path, **options)

@@ -22,7 +22,7 @@ from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient
 from fedquilt.terms import Client, Job
 from tests.conftest import assert_same, with_local
-from tests.engines.test_units import LAYOUTS, played
+from tests.engines.test_client_groups import LAYOUTS, played
 
 TRAIN = Pass(train=True, scaler=True)
 
@@ -304,8 +304,10 @@ def test_a_group_captured_for_other_shares_is_reused(perceptron, play, make_data
     """On a GPU a recorded step reads the shares from a buffer; nothing is recorded anew."""
     made = []
     monkeypatch.setattr(
-        "fedquilt.engines.vectorized.engine.ClientGroup",
-        lambda *args, own=fq.engines.vectorized.engine.ClientGroup: made.append(args) or own(*args),
+        "fedquilt.engines.vectorized.group_store.ClientGroup",
+        lambda *args, own=fq.engines.vectorized.group_store.ClientGroup: (
+            made.append(args) or own(*args)
+        ),
     )
     data, method = make_data(perceptron, (4, 4, 4), labels=2), with_local(HeteroFL(), batch_size=4)
     fleet = fq.Fleet.of(UNEQUAL, 3, 1)

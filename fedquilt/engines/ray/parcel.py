@@ -22,43 +22,45 @@ import torch
 from torch import Tensor
 
 from fedquilt.names import own_modules
+from fedquilt.round.federation import Federation
+from fedquilt.terms import Server
 
 
 @dataclass(frozen=True)
 class Parcel:
     """Packed value: a pickle without tensors, and the tensors as arrays."""
 
-    rest: bytes  # Pickle of the value without its tensors
+    pickled: bytes  # Pickle of the value without its tensors
     tensors: list[np.ndarray] = field(default_factory=list)  # Bytes of each tensor
 
 
-def pack(value: Any, known: Mapping[str, object]) -> Parcel:
+def pack(value: Any, shared: Mapping[str, object]) -> Parcel:
     """Pack a value for another process.
 
     Args:
         value: Value to pack.
-        known: Objects that the other process has, by name. They are sent as their names.
+        shared: Objects that the other process has, by name. They are sent as their names.
     """
     cloudpickle: Any = importlib.import_module("ray.cloudpickle")
     for module in own_modules():
         cloudpickle.register_pickle_by_value(module)
     file = io.BytesIO()
     packer = _packer()(file)
-    packer.names = {id(known_object): name for name, known_object in known.items()}
-    packer.tensors, packer.places = [], {}
+    packer.names = {id(shared_object): name for name, shared_object in shared.items()}
+    packer.tensors, packer.numbers_by_id = [], {}
     packer.dump(value)
     return Parcel(file.getvalue(), packer.tensors)
 
 
-def unpack(parcel: Parcel, known: Mapping[str, object], device: torch.device) -> Any:
+def unpack(parcel: Parcel, shared: Mapping[str, object], device: torch.device) -> Any:
     """Return the value that was packed into a parcel.
 
     Args:
         parcel: Packed value.
-        known: Objects of this process by the names that were used in `pack`.
+        shared: Objects of this process by the names that were used in `pack`.
         device: Device for tensors that were on a GPU. Tensors of a CPU stay on the CPU.
     """
-    return _Unpacker(parcel, known, device).load()
+    return _Unpacker(parcel, shared, device).load()
 
 
 @cache
@@ -70,35 +72,59 @@ def _packer() -> type[Any]:
         names: dict[int, str]
         tensors: list[np.ndarray]
         # Tensors and their numbers by id. Tensors are kept alive, so that no id is reused.
-        places: dict[int, tuple[Tensor, int]]
+        numbers_by_id: dict[int, tuple[Tensor, int]]
 
         def persistent_id(self, value: Any) -> Any:
             if id(value) in self.names:
                 return self.names[id(value)]
             if type(value) is not Tensor or value.requires_grad or value.layout != torch.strided:
                 return None
-            if id(value) not in self.places:
-                self.places[id(value)] = value, len(self.tensors)
+            if id(value) not in self.numbers_by_id:
+                self.numbers_by_id[id(value)] = value, len(self.tensors)
                 self.tensors.append(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-            return self.places[id(value)][1], value.dtype, tuple(value.shape), value.is_cpu
+            return self.numbers_by_id[id(value)][1], value.dtype, tuple(value.shape), value.is_cpu
 
     return Packer
 
 
 class _Unpacker(pickle.Unpickler):
-    """Unpickler that resolves the names of known objects and the numbers of tensors."""
+    """Unpickler that resolves the names of shared objects and the numbers of tensors."""
 
-    def __init__(self, parcel: Parcel, known: Mapping[str, object], device: torch.device) -> None:
-        super().__init__(io.BytesIO(parcel.rest))
-        self._parcel, self._known, self._device = parcel, known, device
-        self._made: dict[int, Tensor] = {}
+    def __init__(self, parcel: Parcel, shared: Mapping[str, object], device: torch.device) -> None:
+        super().__init__(io.BytesIO(parcel.pickled))
+        self._parcel, self._shared, self._device = parcel, shared, device
+        self._tensors: dict[int, Tensor] = {}
 
     def persistent_load(self, name: Any) -> Any:
         if isinstance(name, str):
-            return self._known[name]
+            return self._shared[name]
         number, dtype, shape, on_cpu = name
-        if number not in self._made:
+        if number not in self._tensors:
             tensor = torch.empty(shape, dtype=dtype)
             np.copyto(tensor.reshape(-1).view(torch.uint8).numpy(), self._parcel.tensors[number])
-            self._made[number] = tensor if on_cpu else tensor.to(self._device)
-        return self._made[number]
+            self._tensors[number] = tensor if on_cpu else tensor.to(self._device)
+        return self._tensors[number]
+
+
+def shared_objects(federation: Federation) -> dict[str, object]:
+    """Return objects that both the driver and the workers have, by name."""
+    world, family = federation.world, federation.world.family
+    return {
+        "federation": federation,
+        "method": federation.method,
+        "world": world,
+        "family": family,
+        "cutter": family.cutter,
+        "layout": family.layout,
+    }
+
+
+def round_objects(federation: Federation, server: Server) -> dict[str, object]:
+    """Return objects that both sides have once a round has begun, by name.
+
+    They include the server's weights, so that a fold which holds them does not send them back.
+    """
+    weights = {f"weight {name}": value for name, value in server.weights.items()}
+    for slot, values in server.slots.items():
+        weights |= {f"slot {slot} {name}": value for name, value in values.items()}
+    return {**shared_objects(federation), "server": server, **weights}

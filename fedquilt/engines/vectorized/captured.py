@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fedquilt.engines.vectorized.groups import recorded, rewrite
+from fedquilt.engines.vectorized.cuda_graph import capture
+from fedquilt.engines.vectorized.stacking import rewrite
 from fedquilt.hardware.device import channels_last
+from fedquilt.hardware.torch_internals import foreach_add_, foreach_zero_
 from fedquilt.round.training.optimizers import State
 
 if TYPE_CHECKING:
@@ -21,10 +23,10 @@ if TYPE_CHECKING:
 
     from fedquilt.terms import Weights
 
-_CHUNK = 256  # Number of batches whose sample positions are on the device at once
+CHUNK_BATCHES = 256  # Number of batches whose sample positions are on the device at once
 
 # Function of weights and sample positions that returns the results for one batch, by name.
-Look = Callable[["Weights", Tensor], State]
+PassFunction = Callable[["Weights", Tensor], State]
 
 
 class CapturedPass:
@@ -37,49 +39,54 @@ class CapturedPass:
     a few replays in advance and then blocks its caller.
 
     Args:
-        look: Function that is captured.
+        function: Function of weights and sample positions that is captured.
         weights: Weights, whose shapes are used. `begin` replaces the values.
         size: Samples in each batch.
         device: Device on which the pass runs.
     """
 
-    def __init__(self, look: Look, weights: Weights, size: int, device: torch.device) -> None:
-        self._look, self._graph = look, None
+    def __init__(
+        self, function: PassFunction, weights: Weights, size: int, device: torch.device
+    ) -> None:
+        self._function, self._graph = function, None
         self._weights = {name: channels_last(value.clone()) for name, value in weights.items()}
-        self._rows = torch.zeros(_CHUNK, size, dtype=torch.int64, device=device)
-        self._at = torch.zeros(1, dtype=torch.int64, device=device)
+        self._rows = torch.zeros(CHUNK_BATCHES, size, dtype=torch.int64, device=device)
+        self._chunk_batch = torch.zeros(1, dtype=torch.int64, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._sums: State = {}
         self._batches = torch.zeros(0, size, dtype=torch.int64, device=device)
-        self._played = 0
-        self._follow()
+        self._num_replayed = 0
+        self._wait_for_launched()
         with self._on_stream():
-            self._sums = {name: torch.zeros_like(value) for name, value in self._see().items()}
+            self._sums = {name: torch.zeros_like(value) for name, value in self._results().items()}
         if self._stream is not None:
-            self._graph = recorded(self._step, self._stream)
+            self._graph = capture(self._step, self._stream)
 
     def begin(self, weights: Weights, batches: list[Tensor]) -> None:
         """Load weights and the positions of batches of equal size, and reset the sums."""
         rewrite(self._weights, weights)
-        self._batches, self._played = torch.stack(batches), 0
-        self._follow()
+        self._batches, self._num_replayed = torch.stack(batches), 0
+        self._wait_for_launched()
         if self._stream is not None:
             # Without this, the memory could be reused before the stream has read it.
             self._batches.record_stream(self._stream)
         with self._on_stream():
-            torch._foreach_zero_(list(self._sums.values()))
+            foreach_zero_(list(self._sums.values()))
 
     def replay(self) -> bool:
         """Run the next batch. Return False if there is none."""
-        if self._played == len(self._batches):
+        if self._num_replayed == len(self._batches):
             return False
         with self._on_stream():
-            if self._played % _CHUNK == 0:
-                chunk = self._batches[self._played : self._played + _CHUNK]
+            if self._num_replayed % CHUNK_BATCHES == 0:
+                chunk = self._batches[self._num_replayed : self._num_replayed + CHUNK_BATCHES]
                 self._rows[: len(chunk)] = chunk
-                self._at.zero_()
-            self._step() if self._graph is None else self._graph.replay()
-        self._played += 1
+                self._chunk_batch.zero_()
+            if self._graph is None:
+                self._step()
+            else:
+                self._graph.replay()
+        self._num_replayed += 1
         return True
 
     def end(self) -> State:
@@ -95,21 +102,22 @@ class CapturedPass:
 
     def _step(self) -> None:
         """Add the results of the current batch to the sums, and advance by one batch."""
-        results = self._see()
-        torch._foreach_add_(list(self._sums.values()), [results[name] for name in self._sums])
-        self._at += 1
+        results = self._results()
+        foreach_add_(list(self._sums.values()), [results[name] for name in self._sums])
+        self._chunk_batch += 1
 
-    def _see(self) -> State:
+    def _results(self) -> State:
         """Return the results of the current batch."""
         with torch.no_grad():
-            return self._look(self._weights, self._rows.index_select(0, self._at)[0])
+            return self._function(self._weights, self._rows.index_select(0, self._chunk_batch)[0])
 
-    def _follow(self) -> None:
+    def _wait_for_launched(self) -> None:
         """Let the pass's stream wait for all work that has been launched so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
 
     def _on_stream(self) -> AbstractContextManager[object]:
+        """Return a context in which kernels are launched on the pass's stream."""
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
 

@@ -5,9 +5,8 @@ Batches are joined into one large batch, stacked by vmap, or run by a captured p
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,8 +14,11 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedquilt.engines.samples import EvalSamples
-from fedquilt.engines.vectorized.captured import CapturedPass, Look, by_turns
-from fedquilt.engines.vectorized.groups import CaptureError, fails_alone, stacked
+from fedquilt.engines.vectorized.captured import CapturedPass, PassFunction, by_turns
+from fedquilt.engines.vectorized.cuda_graph import CaptureError
+from fedquilt.engines.vectorized.failures import fails_alone
+from fedquilt.engines.vectorized.stacking import add_lead, stacked
+from fedquilt.engines.vectorized.totals import Part, Totals
 from fedquilt.errors import first_line
 from fedquilt.hardware.device import channels_last
 from fedquilt.round.eval_jobs import EvalSpec
@@ -32,92 +34,21 @@ if TYPE_CHECKING:
 
 # Bytes of activations that are computed at once on a CPU. With more, the system allocates and frees
 # pages for every operation.
-_AT_ONCE = 64 << 20
-_SMALLEST = 16  # Least number of samples that are evaluated at once
-_SWEPT = 4  # Least number of full batches for which a captured pass pays off
-Swept = tuple[Hashable, CapturedPass]
-
-
-@dataclass(frozen=True)
-class Part:
-    """Batch of an evaluation."""
-
-    place: int  # Position of the evaluation in the list of evaluations.
-    number: int  # Position of the batch in the evaluation.
-    rows: Tensor  # Positions of the batch's samples, on the device.
-    # (sample,) True for samples whose outputs are stored. None: no metric needs them.
-    kept: Tensor | None = None
-
-
-@dataclass
-class Totals:
-    """Sums of metrics on the device, and stored outputs on the CPU, for several evaluations."""
-
-    count: int  # Number of evaluations.
-    sums: State = field(default_factory=dict)  # Sums (evaluation, …) by metric.
-    # Outputs and targets, by evaluation and batch.
-    kept: dict[int, dict[int, tuple[Tensor, Tensor]]] = field(default_factory=dict)
-
-    def add(self, places: Sequence[int], sums: Mapping[str, Tensor]) -> None:
-        """Add the sums of some batches to those of their evaluations.
-
-        Batches of one evaluation are summed first, so that no two values are added to one entry at
-        the same time. On a GPU, the order of such additions changes from run to run, and the last
-        digit with it.
-
-        Args:
-            places: Position of the evaluation for every batch, in ascending order.
-            sums: Sums (batch, …) by metric.
-        """
-        lengths = {position: len(list(same)) for position, same in groupby(places)}
-        device = next(iter(sums.values())).device if sums else None
-        index = torch.tensor(list(lengths), device=device)
-        for name, value in sums.items():
-            if name not in self.sums:
-                self.sums[name] = value.new_zeros(self.count, *value.shape[1:])
-            if len(lengths) < len(places):
-                value = torch.stack(
-                    [
-                        batch_sums.sum(0)
-                        for batch_sums in value.split_with_sizes(list(lengths.values()))
-                    ]
-                )
-            self.sums[name].index_add_(0, index, value)
-
-    def keep(self, part: Part, outputs: Tensor, targets: Tensor) -> None:
-        """Store the outputs and targets of one batch, for the samples that metrics need.
-
-        Args:
-            part: Batch, with its mask of samples to store.
-            outputs: Outputs (sample, class, …).
-            targets: Targets (sample, …).
-        """
-        assert part.kept is not None, "a metric that needs outputs has said of which samples"
-        stored = outputs.cpu()[part.kept], targets.cpu()[part.kept]
-        self.kept.setdefault(part.place, {})[part.number] = stored
-
-    def scores(self, exams: Sequence[EvalSamples]) -> list[Score]:
-        """Return the score of every evaluation."""
-        sums = {name: value.cpu() for name, value in self.sums.items()}
-        scores = []
-        for number, exam in enumerate(exams):
-            exam_sums = {name: value[number] for name, value in sums.items()}
-            batches = [
-                pair
-                for _, pair in sorted(self.kept.get(number, {}).items(), key=lambda item: item[0])
-            ]
-            outputs = (
-                torch.cat([batch_outputs for batch_outputs, _ in batches]) if batches else None
-            )
-            targets = (
-                torch.cat([batch_targets for _, batch_targets in batches]) if batches else None
-            )
-            scores.append(Score(exam.label, exam_sums, outputs, targets))
-        return scores
+CPU_ACTIVATION_BYTES = 64 << 20
+MIN_SAMPLES = 16  # Least number of samples that are evaluated at once
+MIN_CAPTURED_BATCHES = 4  # Least number of full batches for which a captured pass pays off
+KeyedPass = tuple[Hashable, CapturedPass]  # Captured pass, with the key of its kind
+# Sums (batch, …) by metric; outputs (batch, sample, class, …) if a metric needs them, or None; and
+# targets (batch, sample, …).
+Results = tuple[State, Tensor | None, Tensor]
 
 
 class Evaluator:
-    """Evaluation and norm statistics for the engine that trains the nets."""
+    """Evaluation and norm statistics for the engine that trains the nets.
+
+    Args:
+        engine: Engine that has the samples and the family.
+    """
 
     def __init__(self, engine: Vectorized) -> None:
         self.engine = engine
@@ -125,12 +56,13 @@ class Evaluator:
 
     @property
     def world(self) -> World:
+        """Return the world of the federation of the call in progress."""
         return self.engine.world
 
     def forget(self) -> None:
         """Drop captured passes, because the family or the address of the samples has changed."""
-        self.sweeps: dict[Hashable, list[CapturedPass]] = {}
-        self.unswept: set[Hashable] = set()  # Keys of passes that cannot be captured
+        self.idle_passes: dict[Hashable, list[CapturedPass]] = {}  # Captured passes by key
+        self.uncapturable: set[Hashable] = set()  # Keys of passes that cannot be captured
 
     def evaluate(self, exams: Sequence[EvalSamples], batch_size: int) -> list[Score]:
         """Return the score of every evaluation.
@@ -147,36 +79,38 @@ class Evaluator:
         task, totals = self.world.task, Totals(len(exams))
         work: dict[tuple[EvalSpec, int, float | None], list[Part]] = {}
         # Captured passes by net. Evaluations of one net take turns on one captured pass.
-        swept: dict[Hashable, tuple[int, Swept]] = {}
+        running: dict[Hashable, tuple[int, KeyedPass]] = {}
         for position, exam in enumerate(exams):
             kind = exam.kind(self.engine.method.local.norm)
-            size = self._exam_size(kind, batch_size)
+            size = self._batch_size(kind, batch_size)
             batches = batched(exam.samples.to(self.engine.device), size)
-            if exam.held is None and not task.collected:  # A captured pass gives only sums
+            if exam.class_mask is None and not task.collected:  # A captured pass gives only sums
                 net = id(exam.weights), kind
-                if net in swept:
-                    previous, sweep = swept.pop(net)
-                    totals.add([previous], _lead(self._end(sweep)))
-                begun, batches = self._sweep(kind, exam.weights, batches)
+                if net in running:
+                    previous, captured = running.pop(net)
+                    totals.add([previous], add_lead(self._end_pass(captured)))
+                begun, batches = self._begin_pass(kind, exam.weights, batches)
                 if begun:
-                    swept[net] = position, begun
-            masks = batched(exam.kept(task), size) if task.collected else [None] * len(batches)
-            absent = None if exam.held is None else exam.absent
+                    running[net] = position, begun
+            masks = (
+                batched(exam.stored_mask(task), size) if task.collected else [None] * len(batches)
+            )
+            absent = None if exam.class_mask is None else exam.absent
             for number, (rows, mask) in enumerate(zip(batches, masks, strict=True)):
                 work.setdefault((kind, len(rows), absent), []).append(
                     Part(position, number, rows, mask)
                 )
-        by_turns(sweep for _, (_, sweep) in swept.values())
+        by_turns(captured for _, (_, captured) in running.values())
         for (kind, size, absent), parts in work.items():
             max_batches = self._batches_at_once(self._widest(kind.nets), size)
             for first in range(0, len(parts), max_batches):
                 chunk = parts[first : first + max_batches]
-                self._test(kind, exams, chunk, absent, totals)
-        for position, sweep in swept.values():
-            totals.add([position], _lead(self._end(sweep)))
+                self._run_batches(kind, exams, chunk, absent, totals)
+        for position, captured in running.values():
+            totals.add([position], add_lead(self._end_pass(captured)))
         return totals.scores(exams)
 
-    def _test(
+    def _run_batches(
         self,
         kind: EvalSpec,
         all_exams: Sequence[EvalSamples],
@@ -194,84 +128,123 @@ class Evaluator:
                 count.
             totals: Sums and outputs so far.
         """
-        exams, rows = [all_exams[part.place] for part in parts], [part.rows for part in parts]
-        sums, outputs, targets = self._tested(kind, exams, rows, absent)
-        totals.add([part.place for part in parts], sums)
+        exams, rows = [all_exams[part.exam_index] for part in parts], [part.rows for part in parts]
+        sums, outputs, targets = self._results(kind, exams, rows, absent)
+        totals.add([part.exam_index for part in parts], sums)
         if outputs is not None:
             for part, batch_outputs, batch_targets in zip(parts, outputs, targets, strict=True):
-                totals.keep(part, batch_outputs, batch_targets)
+                totals.store(part, batch_outputs, batch_targets)
 
-    def _tested(
+    def _results(
         self, kind: EvalSpec, exams: list[EvalSamples], rows: list[Tensor], absent: float | None
-    ) -> tuple[State, Tensor | None, Tensor]:
+    ) -> Results:
         """Return the results of batches of equal size.
 
-        Returns:
-            Sums (batch, …) by metric; outputs (batch, sample, class, …) if a metric needs them,
-                or None; and targets.
+        Args:
+            kind: Forward pass, the same for all of the batches.
+            exams: Evaluation of each batch.
+            rows: Positions of each batch's samples.
+            absent: Output that replaces those of classes that a client lacks. None: all classes
+                count.
         """
-        masked, task = absent is not None, self.world.task
         hidden = -torch.inf if absent is None else absent
-
-        def run(weights: Weights, inputs: Tensor, targets: Tensor, rows: Tensor) -> Tensor:
-            attack_start = kind.drawn(self.world.seed, rows, inputs)
-            return kind.logits(self.world, weights, inputs, targets, attack_start)
-
-        def measure(outputs: Tensor, targets: Tensor, held: Tensor | None) -> State:
-            return task.sums(outputs, targets, held, hidden)
-
-        def one(
-            weights: Weights, inputs: Tensor, targets: Tensor, rows: Tensor, held: Tensor | None
-        ) -> tuple[State, State]:
-            outputs = run(weights, inputs, targets, rows)
-            return measure(outputs, targets, held), {"outputs": outputs} if task.collected else {}
-
         # A single batch is faster without vmap, and some nets cannot be stacked.
-        if len(exams) == 1 or any(net.arch in self.engine.single for net in kind.nets):
-            batch_results, all_targets = [], []
-            with torch.no_grad():
-                for exam, batch_rows in zip(exams, rows, strict=True):
-                    inputs, targets = self.engine.samples(kind, batch_rows)
-                    batch_results.append(one(exam.weights, inputs, targets, batch_rows, exam.held))
-                    all_targets.append(targets)
-            sums = {
-                name: torch.stack([sums_of_batch[name] for sums_of_batch, _ in batch_results])
-                for name in batch_results[0][0]
-            }
-            stored_outputs = [results["outputs"] for _, results in batch_results if results]
-            return (
-                sums,
-                torch.stack(stored_outputs) if stored_outputs else None,
-                torch.stack(all_targets),
+        if len(exams) == 1 or any(net.arch in self.engine.unstackable for net in kind.nets):
+            return self._one_by_one(kind, exams, rows, hidden)
+        shares_weights = all(exam.weights is exams[0].weights for exam in exams)
+        class_masks = None
+        if absent is not None:
+            class_masks = torch.stack(
+                [exam.class_mask for exam in exams if exam.class_mask is not None]
             )
-        shared = all(exam.weights is exams[0].weights for exam in exams)
-        index = torch.stack(rows)
-        class_masks = (
-            torch.stack([exam.held for exam in exams if exam.held is not None]) if masked else None
-        )
-        inputs, targets = self.engine.samples(kind, index)
         # Outputs do not depend on other samples, so that one large batch gives the same outputs.
-        if shared and not self._mixes(kind):
+        if shares_weights and not self._depends_on_batch(kind):
+            return self._joined(kind, exams[0].weights, torch.stack(rows), class_masks, hidden)
+        weights, weights_dim = exams[0].weights, None
+        if not shares_weights:
+            weights, weights_dim = stacked([exam.weights for exam in exams]), 0
+        index = torch.stack(rows)
+        inputs, targets = self.engine.samples(kind, index)
+        masks_dim = None if class_masks is None else 0
+        run = partial(self._run_batch, kind, hidden)
+        mapped = vmap(run, in_dims=(weights_dim, 0, 0, 0, masks_dim))
+        try:
             with torch.no_grad():
-                flat = index.flatten()
-                together = run(exams[0].weights, inputs.flatten(0, 1), targets.flatten(0, 1), flat)
-                outputs = together.reshape(*index.shape, *together.shape[1:])
-                sums = vmap(measure, in_dims=(0, 0, 0 if masked else None))(
-                    outputs, targets, class_masks
-                )
-                return sums, outputs if task.collected else None, targets
-        weights = exams[0].weights if shared else stacked([exam.weights for exam in exams])
-        with torch.no_grad():
-            mapped = vmap(one, in_dims=(None if shared else 0, 0, 0, 0, 0 if masked else None))
-            try:
                 sums, outputs_by_name = mapped(weights, inputs, targets, index, class_masks)
-                return sums, outputs_by_name.get("outputs"), targets
-            except Exception as error:
-                if fails_alone(error):
-                    raise
-                for net in kind.nets:
-                    self.engine.set_apart(net.arch, first_line(error))
-                return self._tested(kind, exams, rows, absent)
+        except Exception as error:
+            if fails_alone(error):
+                raise
+            for net in kind.nets:
+                self.engine.set_apart(net.arch, first_line(error))
+            return self._results(kind, exams, rows, absent)
+        return sums, outputs_by_name.get("outputs"), targets
+
+    def _one_by_one(
+        self, kind: EvalSpec, exams: list[EvalSamples], rows: list[Tensor], hidden: float
+    ) -> Results:
+        """Return the results of batches that are run one after another."""
+        batch_results, all_targets = [], []
+        with torch.no_grad():
+            for exam, batch_rows in zip(exams, rows, strict=True):
+                inputs, targets = self.engine.samples(kind, batch_rows)
+                batch_results.append(
+                    self._run_batch(
+                        kind, hidden, exam.weights, inputs, targets, batch_rows, exam.class_mask
+                    )
+                )
+                all_targets.append(targets)
+        sums = {
+            name: torch.stack([batch_sums[name] for batch_sums, _ in batch_results])
+            for name in batch_results[0][0]
+        }
+        outputs = [by_name["outputs"] for _, by_name in batch_results if by_name]
+        return sums, torch.stack(outputs) if outputs else None, torch.stack(all_targets)
+
+    def _joined(
+        self,
+        kind: EvalSpec,
+        weights: Weights,
+        index: Tensor,
+        class_masks: Tensor | None,
+        hidden: float,
+    ) -> Results:
+        """Return the results of batches of one net that are run as one large batch."""
+        task = self.world.task
+
+        def measure(outputs: Tensor, targets: Tensor, class_mask: Tensor | None) -> State:
+            return task.sums(outputs, targets, class_mask, hidden)
+
+        inputs, targets = self.engine.samples(kind, index)
+        with torch.no_grad():
+            together = self._logits(
+                kind, weights, inputs.flatten(0, 1), targets.flatten(0, 1), index.flatten()
+            )
+            outputs = together.reshape(*index.shape, *together.shape[1:])
+            masks_dim = None if class_masks is None else 0
+            sums = vmap(measure, in_dims=(0, 0, masks_dim))(outputs, targets, class_masks)
+        return sums, outputs if task.collected else None, targets
+
+    def _run_batch(
+        self,
+        kind: EvalSpec,
+        hidden: float,
+        weights: Weights,
+        inputs: Tensor,
+        targets: Tensor,
+        rows: Tensor,
+        class_mask: Tensor | None,
+    ) -> tuple[State, State]:
+        """Return the sums of metrics of one batch, and its outputs if a metric needs them."""
+        outputs = self._logits(kind, weights, inputs, targets, rows)
+        sums = self.world.task.sums(outputs, targets, class_mask, hidden)
+        return sums, {"outputs": outputs} if self.world.task.collected else {}
+
+    def _logits(
+        self, kind: EvalSpec, weights: Weights, inputs: Tensor, targets: Tensor, rows: Tensor
+    ) -> Tensor:
+        """Return the outputs of one batch (sample, class, …), attacked if the evaluation is."""
+        attack_start = kind.drawn(self.world.seed, rows, inputs)
+        return kind.logits(self.world, weights, inputs, targets, attack_start)
 
     def calibrate(
         self, nets: Sequence[tuple[EvalSpec, Weights]], batches: list[Tensor]
@@ -282,13 +255,13 @@ class Evaluator:
             nets: Forward pass and weights of each net.
             batches: Positions of samples in the training set.
         """
-        swept = [self._sweep(kind, weights, batches) for kind, weights in nets]
-        by_turns(begun[1] for begun, _ in swept if begun)
+        begun = [self._begin_pass(kind, weights, batches) for kind, weights in nets]
+        by_turns(captured[1] for captured, _ in begun if captured)
         statistics = []
-        for (kind, weights), (sweep, other_batches) in zip(nets, swept, strict=True):
+        for (kind, weights), (captured, other_batches) in zip(nets, begun, strict=True):
             measured = self._measured(kind, weights, other_batches)
-            if sweep:
-                measured.append(self._end(sweep))
+            if captured:
+                measured.append(self._end_pass(captured))
             statistics.append(mean_statistics(measured, len(batches)))
         return statistics
 
@@ -299,16 +272,16 @@ class Evaluator:
         for rows in batches:
             by_size.setdefault(len(rows), []).append(rows)
 
-        def one(inputs: Tensor, targets: Tensor, rows: Tensor) -> dict[str, Tensor]:
+        def measure(inputs: Tensor, targets: Tensor, rows: Tensor) -> dict[str, Tensor]:
             attack_start = kind.drawn(self.world.seed, rows, inputs)
             return kind.statistics(self.world, weights, inputs, targets, attack_start)
 
-        def together(now: list[Tensor]) -> list[State]:
-            index = torch.stack(now)
-            statistics = vmap(one)(*self.engine.samples(kind, index), index)
+        def measure_stacked(chunk: list[Tensor]) -> list[State]:
+            index = torch.stack(chunk)
+            statistics = vmap(measure)(*self.engine.samples(kind, index), index)
             return [
                 {name: value[number] for name, value in statistics.items()}
-                for number in range(len(now))
+                for number in range(len(chunk))
             ]
 
         measured: list[State] = []
@@ -317,22 +290,22 @@ class Evaluator:
             for first in range(0, len(same_size), max_batches):
                 chunk = same_size[first : first + max_batches]
                 with torch.no_grad():
-                    if max_batches > 1 and arch not in self.engine.single:
+                    if max_batches > 1 and arch not in self.engine.unstackable:
                         try:
-                            measured += together(chunk)
+                            measured += measure_stacked(chunk)
                             continue
                         except Exception as error:
                             if fails_alone(error):
                                 raise
                             self.engine.set_apart(arch, first_line(error))
-                    measured += [one(*self.engine.samples(kind, rows), rows) for rows in chunk]
+                    measured += [measure(*self.engine.samples(kind, rows), rows) for rows in chunk]
         return measured
 
     # --- captured passes -------------------------------------------------------------------------
 
-    def _sweep(
+    def _begin_pass(
         self, kind: EvalSpec, weights: Weights, batches: list[Tensor]
-    ) -> tuple[Swept | None, list[Tensor]]:
+    ) -> tuple[KeyedPass | None, list[Tensor]]:
         """Begin a captured pass over the full batches, if that pays off.
 
         Returns:
@@ -342,33 +315,37 @@ class Evaluator:
         full_batches = [rows for rows in batches if len(rows) == size]
         # The seed is part of the key, because a captured attack has it as a constant.
         key = kind, size, tuple(weights), self.world.seed, self.world.task
-        if not self.engine.recorded or len(full_batches) < _SWEPT or key in self.unswept:
+        if (
+            not self.engine.captures_steps
+            or len(full_batches) < MIN_CAPTURED_BATCHES
+            or key in self.uncapturable
+        ):
             return None, batches
-        if self.engine.need(self._widest(kind.nets), size, 0) > self.engine.memory:
+        if self.engine.client_bytes(self._widest(kind.nets), size, 0) > self.engine.memory:
             return None, batches
-        idle = self.sweeps.setdefault(key, [])
+        idle = self.idle_passes.setdefault(key, [])
         try:
-            sweep = (
-                idle.pop()
-                if idle
-                else CapturedPass(self._look(kind), weights, size, self.engine.device)
-            )
+            if idle:
+                captured = idle.pop()
+            else:
+                function = self._pass_function(kind)
+                captured = CapturedPass(function, weights, size, self.engine.device)
         except CaptureError as error:
-            self.unswept.add(key)
+            self.uncapturable.add(key)
             self.engine.once.warning(
-                str(error), "the evaluation of nets cannot be recorded: %s", error
+                str(error), "the evaluation of nets cannot be captured: %s", error
             )
             return None, batches
-        sweep.begin(weights, full_batches)
-        return (key, sweep), [rows for rows in batches if len(rows) != size]
+        captured.begin(weights, full_batches)
+        return (key, captured), [rows for rows in batches if len(rows) != size]
 
-    def _end(self, swept: Swept) -> State:
+    def _end_pass(self, keyed: KeyedPass) -> State:
         """Return the sums of a captured pass, and keep the pass for later use."""
-        key, sweep = swept
-        self.sweeps[key].append(sweep)
-        return sweep.end()
+        key, captured = keyed
+        self.idle_passes[key].append(captured)
+        return captured.end()
 
-    def _look(self, kind: EvalSpec) -> Look:
+    def _pass_function(self, kind: EvalSpec) -> PassFunction:
         """Return the function that a captured pass runs: norm statistics, or sums of metrics."""
         engine, world, seed = self.engine, self.world, self.world.seed
 
@@ -394,22 +371,26 @@ class Evaluator:
     def _batches_at_once(self, arch: Arch, batch_size: int) -> int:
         """Return the number of batches of a member that run at once, few on a CPU."""
         if self.engine.device.type == "cuda":
-            return max(1, self.engine.memory // self.engine.need(arch, batch_size, 0))
-        return max(1, _AT_ONCE // self._activations(arch, batch_size))
+            return max(1, self.engine.memory // self.engine.client_bytes(arch, batch_size, 0))
+        return max(1, CPU_ACTIVATION_BYTES // self._activations(arch, batch_size))
 
-    def _exam_size(self, kind: EvalSpec, batch_size: int) -> int:
+    def _batch_size(self, kind: EvalSpec, batch_size: int) -> int:
         """Return the batch size of an evaluation.
 
         A CPU uses smaller batches where outputs do not depend on the other samples of a batch.
         """
-        if self.engine.device.type == "cuda" or self._mixes(kind):
+        if self.engine.device.type == "cuda" or self._depends_on_batch(kind):
             return batch_size
         arch = self._widest(kind.nets)
         return min(
-            batch_size, max(_SMALLEST, _AT_ONCE * _SMALLEST // self._activations(arch, _SMALLEST))
+            batch_size,
+            max(
+                MIN_SAMPLES,
+                CPU_ACTIVATION_BYTES * MIN_SAMPLES // self._activations(arch, MIN_SAMPLES),
+            ),
         )
 
-    def _mixes(self, kind: EvalSpec) -> bool:
+    def _depends_on_batch(self, kind: EvalSpec) -> bool:
         """Return True if outputs may depend on the other samples of a batch.
 
         This can also happen with stored statistics, if some norm stores none.
@@ -422,8 +403,3 @@ class Evaluator:
             1,
             self.world.family.member(arch).activations(batch_size) * self.world.dtype.itemsize // 4,
         )
-
-
-def _lead(sums: Mapping[str, Tensor]) -> State:
-    """Return the sums of one evaluation as those of one batch."""
-    return {name: value.unsqueeze(0) for name, value in sums.items()}

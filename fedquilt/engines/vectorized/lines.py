@@ -17,8 +17,9 @@ from fedquilt.family.cut import Cutter
 from fedquilt.round.training.optimizers import State
 
 # Every weight starts at a multiple of this number of entries. There, GPU kernels can load 16 bytes
-# at once.
-_APART = 64
+# at once. For weights at other addresses, cuDNN has slow kernels or none, as
+# `test_nets_of_real_widths_are_captured_in_every_precision` shows.
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Lines:
         starts = [0]
         for number, shape in enumerate(self.shapes.values(), start=1):
             end = starts[-1] + shape.numel() + (number == len(self.shapes))
-            starts.append(-(-end // _APART) * _APART)
+            starts.append(-(-end // ALIGNMENT) * ALIGNMENT)
         return starts
 
     def __len__(self) -> int:
@@ -64,25 +65,25 @@ class Lines:
             between: Value of the padding.
         """
         first = state[next(iter(self.shapes))]
-        filling, pieces = first.new_full((len(first), _APART), between), []
+        filling, pieces = first.new_full((len(first), ALIGNMENT), between), []
         for (name, shape), start, stop in zip(
             self.shapes.items(), self._starts, self._starts[1:], strict=False
         ):
             pieces += [self._row(state[name], shape), filling[:, : stop - start - shape.numel()]]
         return torch.cat(pieces, 1)
 
-    def nested(self, cutter: Cutter, held: Index, wanted: Index) -> Inner:
+    def nested(self, cutter: Cutter, outer: Index, inner: Index) -> Inner:
         """Return the entries of a row that a nested net keeps.
 
         Padding of the nested net refers to the last entry of the row, which is padding too.
 
         Args:
             cutter: Cutter of the family.
-            held: Positions of the outer net, to which the row belongs.
-            wanted: Positions of the nested net, a subset of `held` on every axis.
+            outer: Positions of the outer net, to which the row belongs.
+            inner: Positions of the nested net, a subset of `outer` on every axis.
         """
         nested_entries = cutter.narrow(
-            self.views(torch.arange(len(self))[None]), held, wanted, lead=1
+            self.views(torch.arange(len(self))[None]), outer, inner, lead=1
         )
         nested_lines = Lines(
             {name: nested_entries[name].shape[1:] for name in self.shapes}, self.channels_last
@@ -91,20 +92,21 @@ class Lines:
 
     def _view(self, part: Tensor, shape: torch.Size) -> Tensor:
         """Return a part of the rows as one weight."""
-        stored_shape = (shape[0], *shape[2:], shape[1]) if self._turned(shape) else shape
+        stored_shape = (shape[0], *shape[2:], shape[1]) if self._is_turned(shape) else shape
         # For a single client, strides must equal those of a weight with a new first dimension.
-        weight = (
-            part[0].view(stored_shape).unsqueeze(0)
-            if len(part) == 1
-            else part.view(len(part), *stored_shape)
-        )
-        return weight.movedim(-1, 2) if self._turned(shape) else weight
+        if len(part) == 1:
+            weight = part[0].view(stored_shape).unsqueeze(0)
+        else:
+            weight = part.view(len(part), *stored_shape)
+        return weight.movedim(-1, 2) if self._is_turned(shape) else weight
 
     def _row(self, value: Tensor, shape: torch.Size) -> Tensor:
         """Return one weight as a part of the rows."""
-        return (value.movedim(2, -1) if self._turned(shape) else value).reshape(len(value), -1)
+        if self._is_turned(shape):
+            value = value.movedim(2, -1)
+        return value.reshape(len(value), -1)
 
-    def _turned(self, shape: torch.Size) -> bool:
+    def _is_turned(self, shape: torch.Size) -> bool:
         """Return True if a weight of this shape is stored with its channels last."""
         return self.channels_last and len(shape) == 4
 
@@ -113,20 +115,20 @@ class Lines:
 class Inner:
     """Nested net: its entries in the rows of the outer net, and the layout of its own rows."""
 
-    places: Tensor  # (entry,) Position in the outer net's row, for each entry of the nested net
+    entries: Tensor  # (entry,) Position in the outer net's row, for each entry of the nested net
     lines: Lines  # Layout of the nested net's rows
 
     def to(self, device: torch.device) -> Inner:
         """Return the nested net with its positions on a device."""
-        return Inner(self.places.to(device), self.lines)
+        return Inner(self.entries.to(device), self.lines)
 
     def cut(self, outer: Tensor) -> Tensor:
-        """Return the rows of the nested net, cut from the rows of the outer net."""
-        return outer.index_select(1, self.places)
+        """Return the rows of the nested net, cut from the rows (client, entry) of the outer net."""
+        return outer.index_select(1, self.entries)
 
-    def add(self, outer: Tensor, own: Tensor) -> None:
+    def add(self, outer: Tensor, inner: Tensor) -> None:
         """Add rows of the nested net to the rows of the outer net, in-place.
 
         Positions are unique, except for that of padding, which stays zero.
         """
-        outer.index_copy_(1, self.places, self.cut(outer) + own)
+        outer.index_copy_(1, self.entries, self.cut(outer) + inner)

@@ -19,9 +19,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._decomp import core_aten_decompositions
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +30,16 @@ from fedquilt.family.recurrent import SHORT, RecurrentCall
 from fedquilt.family.staged import StageEnd
 from fedquilt.family.tracing.atoms import Dim, plain
 from fedquilt.family.variants import choose
+from fedquilt.hardware.torch_internals import (
+    FAKE_TENSOR_LOGGER,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    core_aten_decompositions,
+    is_onednn_enabled,
+    set_onednn_enabled,
+    unset_fake_temporarily,
+)
 from fedquilt.terms import WHOLE
 
 TORCH = str(Path(torch.__file__).parent)
@@ -430,16 +437,16 @@ def _plain_backends(grad: bool) -> Iterator[None]:
     """Switch off fused kernels, which hide the products whose axes are traced."""
     had_fastpath, had_onednn = (
         torch.backends.mha.get_fastpath_enabled(),
-        torch._C._get_mkldnn_enabled(),
+        is_onednn_enabled(),
     )
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log = logging.getLogger(FAKE_TENSOR_LOGGER)
     # A member that does not run is a result, and nothing to log.
     was_disabled, log.disabled = (
         log.disabled,
         True,
     )
     torch.backends.mha.set_fastpath_enabled(False)
-    torch._C._set_mkldnn_enabled(False)
+    set_onednn_enabled(False)
     try:
         # In inference mode torch does not decompose linear, matmul and layer_norm, whatever the
         # strides are.
@@ -452,7 +459,7 @@ def _plain_backends(grad: bool) -> Iterator[None]:
     finally:
         log.disabled = was_disabled
         torch.backends.mha.set_fastpath_enabled(had_fastpath)
-        torch._C._set_mkldnn_enabled(had_onednn)
+        set_onednn_enabled(had_onednn)
 
 
 @contextmanager

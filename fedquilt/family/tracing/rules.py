@@ -13,7 +13,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
 from fedquilt.family.tracing.atoms import (
     Atom,
@@ -35,6 +34,7 @@ from fedquilt.family.tracing.atoms import (
     unify,
 )
 from fedquilt.family.tracing.record import Call
+from fedquilt.hardware.torch_internals import OpOverload, OpOverloadPacket
 
 aten: Any = torch.ops.aten
 

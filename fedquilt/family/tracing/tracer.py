@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
@@ -59,6 +58,10 @@ from fedquilt.family.tracing.record import (
 )
 from fedquilt.family.tracing.sizes import Trail, solve_sizes
 from fedquilt.family.variants import Variants, names_of
+from fedquilt.hardware.torch_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from fedquilt.terms import WHOLE
 
 Heads = Literal["inside", "whole"]

@@ -7,11 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-import torch
 from torch import Tensor
 
 from fedquilt.checks import within
 from fedquilt.errors import ConfigError
+from fedquilt.hardware.torch_internals import (
+    foreach_add,
+    foreach_add_,
+    foreach_addcdiv,
+    foreach_addcmul_,
+    foreach_div,
+    foreach_div_,
+    foreach_lerp,
+    foreach_mul,
+    foreach_sqrt,
+    fused_adam_,
+    fused_adamw_,
+    fused_sgd_,
+)
 
 State = dict[str, Tensor]  # Tensors by the name of the weight.
 OptimizerState = dict[str, State]  # Slots of an optimizer, by slot and name.
@@ -111,20 +124,20 @@ class SGD:
         change = [grads[n] for n in names]
         values = [weights[n] for n in names]
         if self.weight_decay:
-            change = list(torch._foreach_add(change, values, alpha=self.weight_decay))
+            change = list(foreach_add(change, values, alpha=self.weight_decay))
         new_slots: OptimizerState = {}
         if self.momentum:
-            buffers = list(torch._foreach_mul([slots["momentum"][n] for n in names], self.momentum))
-            torch._foreach_add_(buffers, change)
+            buffers = list(foreach_mul([slots["momentum"][n] for n in names], self.momentum))
+            foreach_add_(buffers, change)
             new_slots["momentum"] = dict(zip(names, buffers, strict=True))
             if self.nesterov:
-                change = list(torch._foreach_add(change, buffers, alpha=self.momentum))
+                change = list(foreach_add(change, buffers, alpha=self.momentum))
             else:
                 change = buffers
         if isinstance(lr, Tensor):
-            moved = torch._foreach_add(values, _scaled(change, -lr))
+            moved = foreach_add(values, _scaled(change, -lr))
         else:
-            moved = torch._foreach_add(values, change, alpha=-lr)
+            moved = foreach_add(values, change, alpha=-lr)
         return dict(zip(names, moved, strict=True)), new_slots
 
     def update_(
@@ -136,7 +149,7 @@ class SGD:
         step: Tensor,
     ) -> None:
         """Update tensors in-place and in one kernel, as `Optimizer.update_` describes."""
-        torch._fused_sgd_(
+        fused_sgd_(
             weights,
             grads,
             slots.get("momentum", []),
@@ -207,20 +220,18 @@ class Adam:
         """Return new weights and slots, as `Optimizer.update` describes."""
         names = list(grads)
         values, change = self._decayed([weights[n] for n in names], [grads[n] for n in names], lr)
-        means = torch._foreach_lerp([slots["mean"][n] for n in names], change, 1 - self.beta1)
-        squares = list(torch._foreach_mul([slots["square"][n] for n in names], self.beta2))
-        torch._foreach_addcmul_(squares, change, change, 1 - self.beta2)
+        means = foreach_lerp([slots["mean"][n] for n in names], change, 1 - self.beta1)
+        squares = list(foreach_mul([slots["square"][n] for n in names], self.beta2))
+        foreach_addcmul_(squares, change, change, 1 - self.beta2)
         bias1 = 1 - self.beta1 ** (step + 1)
         bias2 = 1 - self.beta2 ** (step + 1)
-        scale = list(torch._foreach_sqrt(squares))
-        torch._foreach_div_(scale, math.sqrt(bias2))
-        torch._foreach_add_(scale, self.eps)
+        scale = list(foreach_sqrt(squares))
+        foreach_div_(scale, math.sqrt(bias2))
+        foreach_add_(scale, self.eps)
         if isinstance(lr, Tensor):
-            moved = torch._foreach_add(
-                values, torch._foreach_div(_scaled(means, -lr / bias1), scale)
-            )
+            moved = foreach_add(values, foreach_div(_scaled(means, -lr / bias1), scale))
         else:
-            moved = torch._foreach_addcdiv(values, means, scale, -lr / bias1)
+            moved = foreach_addcdiv(values, means, scale, -lr / bias1)
         new_slots = {
             "mean": dict(zip(names, means, strict=True)),
             "square": dict(zip(names, squares, strict=True)),
@@ -233,7 +244,7 @@ class Adam:
         """Return weights and gradients after weight decay, before the rest of the step."""
         if not self.weight_decay:
             return values, change
-        return values, torch._foreach_add(change, values, alpha=self.weight_decay)
+        return values, foreach_add(change, values, alpha=self.weight_decay)
 
     def update_(
         self,
@@ -262,7 +273,7 @@ class Adam:
 
     @property
     def _fused(self) -> Callable[..., object]:
-        return torch._fused_adam_
+        return fused_adam_
 
     def effective_steps(self, factors: Sequence[float], lr: float, mu: float) -> float:
         """Raise an error, because FedNova's count is defined for SGD only."""
@@ -292,7 +303,7 @@ class AdamW(Adam):
 
     @property
     def _fused(self) -> Callable[..., object]:
-        return torch._fused_adamw_
+        return fused_adamw_
 
 
 def _scaled(values: Tensors, factor: float | Tensor) -> tuple[Tensor, ...]:
@@ -303,9 +314,7 @@ def _scaled(values: Tensors, factor: float | Tensor) -> tuple[Tensor, ...]:
         factor: Number for all tensors, () or (client,).
     """
     if not isinstance(factor, Tensor):  # torch has separate overloads.
-        return torch._foreach_mul(values, factor)
+        return foreach_mul(values, factor)
     if not factor.dim():
-        return torch._foreach_mul(values, factor)
-    return torch._foreach_mul(
-        values, [factor.view(-1, *[1] * (value.dim() - 1)) for value in values]
-    )
+        return foreach_mul(values, factor)
+    return foreach_mul(values, [factor.view(-1, *[1] * (value.dim() - 1)) for value in values])

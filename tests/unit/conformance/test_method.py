@@ -11,30 +11,19 @@ import pytest
 import torch
 
 from fedquilt.conformance.method import CHECKS, Finding, check_method
+from fedquilt.family.cut import prefix, windows
 from fedquilt.hardware.generators import random_state
 from fedquilt.methods import METHODS, FedAvg
-from fedquilt.methods.api import (
-    AdversarialTraining,
-    Arch,
-    Budget,
-    Client,
-    Fold,
-    Job,
-    Learner,
-    LocalTraining,
-    Mean,
-    Method,
-    Phase,
-    Server,
-    Submodel,
-    Submodels,
-    Update,
-    Weights,
-    World,
-    Wrapping,
-    prefix,
-    windows,
-)
+from fedquilt.methods.api import Phase, Weights
+from fedquilt.round.federation import World
+from fedquilt.round.fold import Fold
+from fedquilt.round.merge import Mean
+from fedquilt.round.method import Method
+from fedquilt.round.training.attacks import AdversarialTraining
+from fedquilt.round.training.learner import Learner
+from fedquilt.round.training.local import LocalTraining
+from fedquilt.round.training.objectives import Wrapping
+from fedquilt.terms import Arch, Budget, Client, Job, Server, Submodel, Submodels, Update
 
 QUICK = ("fedbn", "fedrolex")
 

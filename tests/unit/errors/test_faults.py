@@ -13,8 +13,13 @@ from torch import Tensor, nn
 import fedquilt as fq
 from fedquilt.errors import NotEnoughMemoryError, TrainingError
 from fedquilt.errors.faults import enough_memory, is_out_of_memory, user_line
-from fedquilt.methods.api import Fold, Learner, Mean, Phase, TaskLoss, View
+from fedquilt.methods.api import Phase
 from fedquilt.names import said
+from fedquilt.round.fold import Fold
+from fedquilt.round.merge import Mean
+from fedquilt.round.training.learner import Learner
+from fedquilt.round.training.objectives import TaskLoss
+from fedquilt.round.training.view import View
 from tests.conftest import LOCAL
 
 HELP = "smaller batch (method.local.batch_size), fewer clients at once (engine.memory)"

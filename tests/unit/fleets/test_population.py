@@ -96,7 +96,7 @@ def test_norms_are_calibrated_on_samples_that_were_gathered_once(residual, make_
 
 
 def test_calibration_takes_a_fixed_draw_of_very_many_samples(residual, make_data, monkeypatch):
-    monkeypatch.setattr("fedquilt.engines.simulation.MAX_CALIBRATION_SAMPLES", 7)
+    monkeypatch.setattr("fedquilt.engines.client_inputs.MAX_CALIBRATION_SAMPLES", 7)
     data, fleet = make_data(residual, (4,) * 5), fq.Fleet.of((1.0,), 5)
     run, again = (fq.prepare(HeteroFL(), residual, data, fleet, engine) for engine in LOCAL)
     assert len(set(run.engine.pooled.tolist())) == 7

@@ -1,4 +1,4 @@
-"""Between host and device."""
+"""Devices by name, transfers to a device, and memory that the process keeps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fedquilt.hardware.device import to_device_async
 from fedquilt.hardware.process import keep_pages
 
 
-def test_a_tensor_of_the_host_is_on_the_device():
+def test_a_tensor_is_copied_to_the_device():
     cpu = torch.device("cpu")
     assert torch.equal(to_device_async(cpu, torch.arange(3)), torch.arange(3))
 
 
-def test_pages_are_kept_where_the_c_library_can_and_nothing_happens_elsewhere(monkeypatch):
+def test_pages_are_kept_if_the_c_library_supports_it(monkeypatch):
     asked = []
 
     class Library:
@@ -34,7 +34,7 @@ def test_pages_are_kept_where_the_c_library_can_and_nothing_happens_elsewhere(mo
     keep_pages()
 
 
-def test_a_device_that_is_not_here_is_refused_by_whoever_takes_one(tmp_path):
+def test_devices_that_the_machine_lacks_are_refused(tmp_path):
     for asked in (
         lambda: fq.load_model(tmp_path / "none", torch.nn.Flatten, "gpu"),
         lambda: fq.load_state(tmp_path, "gpu"),

@@ -17,8 +17,9 @@ from fedquilt.errors import ConfigError, DataError
 from fedquilt.family import Pass
 from fedquilt.family.norms import NORM_POLICIES
 from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL, Method
-from fedquilt.round.evaluate import _tested_clients, share_label
+from fedquilt.round.evaluate import _tested_clients
 from fedquilt.round.federation import World
+from fedquilt.round.labels import share_label
 from fedquilt.round.norm_statistics import mean_statistics
 from fedquilt.round.scores import Score, main_by_label, means_by_label
 from fedquilt.tasks import Classification, MultiLabel, Regression
@@ -214,7 +215,7 @@ def test_local_accuracy_is_the_servers_model_on_each_clients_own_data(
         own = []
         for id, part in enumerate(data.test_parts):
             logits = model(run.data.test_inputs[part]).detach()
-            logits = logits.masked_fill(~run.engine.held(id), logit)
+            logits = logits.masked_fill(~run.engine.classes_held(id), logit)
             own.append(float((logits.argmax(1) == data.test_targets[part]).double().mean()))
         found[absent] = run.records[-1].grades.metrics["local_accuracy"]
         assert found[absent] == {"1.0": pytest.approx(sum(own) / 3, abs=1e-12)}

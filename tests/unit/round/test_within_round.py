@@ -226,7 +226,7 @@ def test_optimizers_give_the_same_numbers_in_every_layout(
 def test_rates_continue_if_steps_are_put_onto_the_device_in_chunks(
     perceptron, play, make_data, monkeypatch
 ):
-    monkeypatch.setattr("fedquilt.engines.vectorized.groups._CHUNK", 4)
+    monkeypatch.setattr("fedquilt.engines.vectorized.group_tensors.CHUNK_STEPS", 4)
     method = with_local(FedAvg(), batch_size=4, epochs=3, within_round=SHAPE)
     data = make_data(perceptron, UNEQUAL)
     assert_same(play(method, perceptron, data), play(method, perceptron, data, engine="vectorized"))

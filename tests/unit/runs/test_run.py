@@ -489,12 +489,14 @@ def test_runs_may_share_an_engine_and_what_it_recorded(perceptron, make_data):
     first = fq.prepare(method, perceptron, one, fleet, precision="fp64")
     first.engine.record = True  # on a CPU a unit plays its steps as they come
     first.train(2)
-    units = [id(unit) for units in first.engine._idle.values() for unit in units]
+    units = [id(unit) for units in first.engine.groups.idle.values() for unit in units]
     again = fq.prepare(method, perceptron, first.data, fleet, first.engine).train(2)
-    assert [id(unit) for units in again.engine._idle.values() for unit in units] == units
+    assert [id(unit) for units in again.engine.groups.idle.values() for unit in units] == units
     assert_same(first, again, atol=0)
     moved = fq.prepare(method, perceptron, other, fleet, first.engine).train(2)
-    assert not {id(unit) for units in moved.engine._idle.values() for unit in units} & set(units)
+    assert not {id(unit) for units in moved.engine.groups.idle.values() for unit in units} & set(
+        units
+    )
     assert_same(fq.run(method, perceptron, other, fleet, rounds=2, precision="fp64"), moved)
 
 

@@ -1,6 +1,4 @@
-"""Units, step by step on the CPU where nothing can be recorded: in place, side by side or stacked,
-the same numbers.
-"""
+"""Client groups on the CPU, where nothing is captured: the same numbers in every layout."""
 
 from __future__ import annotations
 
@@ -13,8 +11,10 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.engines.vectorized.captured import CapturedPass, by_turns
-from fedquilt.engines.vectorized.engine import Vectorized
-from fedquilt.engines.vectorized.groups import CaptureError
+from fedquilt.engines.vectorized.cuda_graph import CaptureError
+from fedquilt.engines.vectorized.group_store import GroupStore
+from fedquilt.engines.vectorized.stack import build_stack
+from fedquilt.engines.vectorized.stacked_step import train_step
 from fedquilt.family.cut import prefix
 from fedquilt.methods import METHODS, HeteroFL
 from fedquilt.models import PreResNet
@@ -49,13 +49,13 @@ def played(
 
 @pytest.fixture(scope="module")
 def truths():
-    """The last method that ran on `sequential`, and its run, which all layouts are compared with."""
+    """Cache of the last method that ran on `sequential`, with its run."""
     return {}
 
 
 def truth_of(truths, play, method, family, data):
-    """Return the run of a method on `sequential`. Tests of one method follow each other, so that
-    only one is kept.
+    """Return the run of a method on `sequential`. Only the last run is cached, because tests of one
+    method follow each other.
     """
     if method not in truths:
         truths.clear()
@@ -91,7 +91,9 @@ def test_every_method_gives_the_same_numbers_in_every_layout(
         {"crop": 1, "flip": True, "scaler": True},
     ],
 )
-def test_every_setting(changes, layout, record, residual, make_data, play, truths):
+def test_every_setting_gives_the_same_numbers_in_every_layout(
+    changes, layout, record, residual, make_data, play, truths
+):
     method, data = with_local(HeteroFL(), batch_size=3, **changes), make_data(residual, RAGGED)
     truth = truth_of(truths, play, method, residual, data)
     assert_same(truth, played(method, residual, data, layout, record=record))
@@ -102,27 +104,28 @@ def test_every_setting(changes, layout, record, residual, make_data, play, truth
     ("sizes", "apart"),
     [([10, 10, 10, 10], 0), ([9, 9, 9, 9], 0), ([10, 8, 10, 10], 2), ([8, 6, 8, 8], 2)],
 )
-def test_a_tail_that_everyone_has_is_played_like_a_whole_batch(
+def test_a_last_batch_of_equal_size_runs_like_a_full_batch(
     name, sizes, apart, residual, make_data, monkeypatch
 ):
-    """Batches of 4: tails of 2, and of 5 where one sample is joined to the batch before. Unequal
-    ones come apart.
+    """Batches have 4 samples. Last batches have 2, or 5 if one sample joins the batch before.
+
+    Last batches of unequal sizes are trained without capture.
     """
     steps = []
 
-    def step(self, stack, step, clients, own=Vectorized.step):
+    def step(engine, stack, step, clients):
         steps.append((step, clients))
-        own(self, stack, step, clients)
+        train_step(engine, stack, step, clients)
 
-    monkeypatch.setattr(Vectorized, "step", step)
+    monkeypatch.setattr("fedquilt.engines.vectorized.groups.train_step", step)
     method, data = with_local(METHODS[name](), batch_size=4), make_data(residual, sizes)
     played(method, residual, data, "stack", shares=[1.0])
     assert len(steps) == apart
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rough_products_train_in_every_layout(layout, residual, make_data, caplog):
-    """bfloat16 products, float32 weights: near the exact run, in the layout asked for."""
+def test_bf16_products_train_in_every_layout(layout, residual, make_data, caplog):
+    """With bfloat16 products and float32 weights, results are near those of the exact run."""
     data, method = make_data(residual, RAGGED), with_local(HeteroFL(), batch_size=4)
     exact, rough = (
         played(
@@ -149,29 +152,31 @@ def test_rough_products_train_in_every_layout(layout, residual, make_data, caplo
     )
 
 
-def test_units_that_nobody_uses_are_kept_within_the_memory(residual, make_data, monkeypatch):
-    """Cohorts of ever other sizes leave no more behind than one of them may take."""
+def test_idle_groups_are_kept_within_the_memory_limit(residual, make_data, monkeypatch):
+    """Cohorts of changing sizes leave idle groups, whose memory is limited."""
     data, method = make_data(residual, [4] * 12), with_local(HeteroFL(), batch_size=4)
     fleet = fq.Fleet.of(SHARES, 12, 7)
     run = fq.prepare(
         method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0)
     ).train(12)
-    many = len(run.engine._idle)
+    many = len(run.engine.groups.idle)
     less = fq.prepare(
         method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0)
     )
-    monkeypatch.setattr("fedquilt.engines.vectorized.engine._KEPT", 1)
-    less.engine.memory = most = 3 * max(run.engine._held_by(shape) for shape in run.engine._idle)
+    monkeypatch.setattr("fedquilt.engines.vectorized.group_store.IDLE_STACKS", 1)
+    less.engine.memory = most = 3 * max(
+        run.engine.groups.idle_bytes(shape) for shape in run.engine.groups.idle
+    )
     less.train(12)
-    assert 1 < len(less.engine._idle) < many
-    assert sum(less.engine._held_by(shape) for shape in less.engine._idle) <= most
+    assert 1 < len(less.engine.groups.idle) < many
+    assert sum(less.engine.groups.idle_bytes(shape) for shape in less.engine.groups.idle) <= most
     assert_same(run, less)
 
 
 @pytest.mark.parametrize("name", ["heterofl", "fedrescue"])
-def test_steps_are_put_onto_the_device_in_chunks(name, residual, make_data, play, monkeypatch):
-    """Batches, noise and losses of more steps than are there at once."""
-    monkeypatch.setattr("fedquilt.engines.vectorized.groups._CHUNK", 2)
+def test_steps_are_copied_to_the_device_in_chunks(name, residual, make_data, play, monkeypatch):
+    """A client has more steps than the device has batches, keys and losses for."""
+    monkeypatch.setattr("fedquilt.engines.vectorized.group_tensors.CHUNK_STEPS", 2)
     method, data = (
         with_local(METHODS[name](), batch_size=3, epochs=2, crop=1, flip=True),
         make_data(residual, RAGGED),
@@ -181,7 +186,7 @@ def test_steps_are_put_onto_the_device_in_chunks(name, residual, make_data, play
     )
 
 
-def test_a_tail_is_recorded_once_it_is_usual(residual, make_data):
+def test_an_unusual_batch_size_is_captured_once_it_is_frequent(residual, make_data):
     run = played(
         with_local(HeteroFL(), batch_size=4),
         residual,
@@ -189,21 +194,21 @@ def test_a_tail_is_recorded_once_it_is_usual(residual, make_data):
         "alone",
         shares=(1.0,),
     )
-    ((unit,),) = run.engine._idle.values()
-    assert unit._usual(2)  # nothing is recorded on a CPU, and so nothing is rare
-    unit.stream = "some stream"
-    assert [unit._usual(2) for _ in range(34)] == [False] * 32 + [True] * 2
-    assert not unit._usual(3)
+    ((group,),) = run.engine.groups.idle.values()
+    assert group._is_usual(2)  # nothing is captured on a CPU, so that no size is unusual
+    group.stream = "a stream"
+    assert [group._is_usual(2) for _ in range(34)] == [False] * 32 + [True] * 2
+    assert not group._is_usual(3)
 
 
-# --- sweeps -------------------------------------------------------------------------------------
+# --- captured passes ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_size", [4, 5, 100])
-def test_swept_evaluation_and_calibration_give_the_same_numbers(
+def test_captured_evaluation_and_calibration_give_the_same_numbers(
     residual, make_data, play, batch_size, monkeypatch
 ):
-    """Whole batches in sweeps, tails beside them, and one sweep serving one round after the other."""
+    """Full batches run in captured passes, others beside them. A pass serves several rounds."""
     begun = []
     monkeypatch.setattr(
         CapturedPass, "begin", lambda *args, own=CapturedPass.begin: (begun.append(1), own(*args))
@@ -219,7 +224,7 @@ def test_swept_evaluation_and_calibration_give_the_same_numbers(
     for mine, theirs in zip(swept.records, truth.records, strict=True):
         assert_same_grades(mine, theirs)
     assert bool(begun) == (batch_size < 100)
-    assert all(len(own) == 1 for own in swept.engine.examiner.sweeps.values())
+    assert all(len(own) == 1 for own in swept.engine.evaluator.idle_passes.values())
     submodel = prefix(residual.whole)
     cut = residual.cutter.gather(truth.server.weights, submodel, residual.trainable)
     ours, theirs = (
@@ -229,8 +234,8 @@ def test_swept_evaluation_and_calibration_give_the_same_numbers(
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_sweeps_are_played_by_turns():
-    """One after another the first would keep its caller waiting while the second has not begun."""
+def test_captured_passes_are_replayed_in_turns():
+    """One after another, the first pass would block its caller before the second begins."""
     played = []
 
     class Few:
@@ -246,8 +251,8 @@ def test_sweeps_are_played_by_turns():
     assert played == ["a", "b", "a", "a"]
 
 
-def test_a_sweep_names_its_samples_in_chunks(residual, make_data, play, monkeypatch):
-    monkeypatch.setattr("fedquilt.engines.vectorized.captured._CHUNK", 2)
+def test_a_captured_pass_gets_its_samples_in_chunks(residual, make_data, play, monkeypatch):
+    monkeypatch.setattr("fedquilt.engines.vectorized.captured.CHUNK_BATCHES", 2)
     how, data = fq.Evaluation(every=1, batch_size=4), make_data(residual, RAGGED, tests=30)
     truth = play(HeteroFL(), residual, data, shares=SHARES, evaluation=how)
     swept = played(HeteroFL(), residual, data, "stack", how=how)
@@ -255,8 +260,8 @@ def test_a_sweep_names_its_samples_in_chunks(residual, make_data, play, monkeypa
         assert_same_grades(mine, theirs)
 
 
-def test_an_engine_that_goes_on_with_another_seed_attacks_by_that_seed(make_data):
-    """Where an attack begins is drawn by the seed, and a recorded test has it in it."""
+def test_an_engine_used_with_another_seed_attacks_by_that_seed(make_data):
+    """The start of an attack is drawn by the seed, which is a constant in a captured pass."""
     family = fq.trace(
         fq.dual(lambda: PreResNet((1, 1), 4, 1, widths=(4, 8))), torch.zeros(2, 1, 6, 6)
     )
@@ -277,7 +282,7 @@ def test_an_engine_that_goes_on_with_another_seed_attacks_by_that_seed(make_data
         return run
 
     def seen(run):
-        """The statistics that a recorded pass measures of attacked samples."""
+        """Return the statistics that a captured pass measures on attacked samples."""
         nets = [(prefix(family.whole), run.server.weights)]
         return run.engine.calibrate(run.federation, nets, 2)[0]
 
@@ -287,7 +292,7 @@ def test_an_engine_that_goes_on_with_another_seed_attacks_by_that_seed(make_data
     torch.testing.assert_close(seen(again), seen(fresh), rtol=0, atol=1e-12)
 
 
-def test_nets_whose_evaluation_cannot_be_recorded_are_told_once(
+def test_nets_whose_evaluation_cannot_be_captured_are_reported_once(
     residual, make_data, play, monkeypatch, caplog
 ):
     def refused(*_args):
@@ -303,13 +308,13 @@ def test_nets_whose_evaluation_cannot_be_recorded_are_told_once(
     truth = play(method, residual, data, shares=SHARES, evaluation=how)
     for mine, theirs in zip(swept.records, truth.records, strict=True):
         assert_same_grades(mine, theirs)
-    told = [line.message for line in caplog.records if "cannot be recorded" in line.message]
-    assert len(told) == 1  # for all members, which are tested and measured
+    warnings = [line.message for line in caplog.records if "cannot be captured" in line.message]
+    assert len(warnings) == 1  # for all members, which are tested and measured
 
 
-def test_few_clients_are_alone_where_many_are_faster_alone(residual):
-    """Layouts are timed for the largest stack first: what did not pay there is not recorded for
-    smaller ones.
+def test_few_clients_train_alone_if_many_are_faster_alone(residual):
+    """Layouts are timed for the largest stack first. If "alone" is fastest there, smaller stacks
+    are not timed.
     """
     timed = []
 
@@ -317,15 +322,13 @@ def test_few_clients_are_alone_where_many_are_faster_alone(residual):
         timed.append(shape.count)
         return "laid" if shape.count == 8 else "alone"
 
-    engine = SimpleNamespace(
-        layout="auto", device=torch.device("cuda"), recorded=True, _chosen={}, _fastest=fastest
-    )
+    engine = SimpleNamespace(layout="auto", device=torch.device("cuda"), captures_steps=True)
+    store = GroupStore(engine)
+    store._fastest = fastest
     learner = HeteroFL().learner(
         Job(Client(0, fq.Budget(share=1.0), 1), prefix(residual.whole), 0), World(residual)
     )
-    found = [
-        Vectorized._layout(engine, residual.whole, learner, count) for count in (4, 2, 8, 2, 1)
-    ]
+    found = [store.layout_for(residual.whole, learner, count) for count in (4, 2, 8, 2, 1)]
     assert found == ["alone", "alone", "laid", "alone", "alone"]
     assert timed == [4, 8]
 
@@ -333,21 +336,21 @@ def test_few_clients_are_alone_where_many_are_faster_alone(residual):
 @pytest.mark.parametrize(
     ("sizes", "stacks"),
     [
-        ((6, 9, 6, 9, 6, 9, 6, 9), [[6, 6, 6, 6], [9, 9, 9, 9]]),  # tails of 2 and of 1
-        # by their samples, stacks would be too small
+        ((6, 9, 6, 9, 6, 9, 6, 9), [[6, 6, 6, 6], [9, 9, 9, 9]]),  # last batches of 2 and of 1
+        # grouped by their numbers of samples, stacks would be too small
         (
             (6, 9, 7, 10, 6, 9, 7, 10),
             [[6, 9, 7, 10, 6, 9, 7, 10]],
         ),
-        # nobody waits for the largest but those next to it
+        # only clients with similar numbers of samples share a stack
         (
             (30, 5, 6, 4, 22, 7),
             [[4, 5, 6, 7], [22, 30]],
         ),
     ],
 )
-def test_recorded_stacks_are_of_clients_with_equal_tails_or_alike_in_length(
-    sizes, stacks, residual, make_data, play
+def test_captured_stacks_have_clients_with_similar_numbers_of_samples(
+    sizes, stacks, residual, make_data, play, monkeypatch
 ):
     method, data = with_local(HeteroFL(), batch_size=4), make_data(residual, sizes)
     fleet = fq.Fleet.of((1.0,), len(sizes), len(sizes))
@@ -355,19 +358,20 @@ def test_recorded_stacks_are_of_clients_with_equal_tails_or_alike_in_length(
         method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0)
     )
     run.engine.record, run.engine.layout = True, "laid"
-    seen, stack = [], run.engine._stack
-    run.engine._stack = lambda *given: (
-        seen.append([job.client.size for job in given[2]]) or stack(*given)
-    )
+    seen = []
+
+    def build(engine, server, learner, jobs, shares):
+        seen.append([job.client.size for job in jobs])
+        return build_stack(engine, server, learner, jobs, shares)
+
+    monkeypatch.setattr("fedquilt.engines.vectorized.engine.build_stack", build)
     run = run.train(1)
     assert sorted(map(sorted, seen)) == sorted(map(sorted, stacks))
     assert_same(play(method, residual, data, fleet=fleet, rounds=1), run)
 
 
 class Flattening(nn.Module):
-    """A net as many are written: `view` wants its images one after another in memory, channel by
-    channel.
-    """
+    """A net with `view`, as many have. It needs images with contiguous channels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,7 +382,7 @@ class Flattening(nn.Module):
         return self.head(x.view(len(x), -1))
 
 
-def test_a_net_that_cannot_have_its_channels_last_is_trained(make_data, play):
+def test_a_net_that_cannot_use_channels_last_is_trained(make_data, play):
     family = fq.trace(Flattening, torch.zeros(2, 3, 8, 8))
     method, data = with_local(HeteroFL(), batch_size=4), make_data(family, RAGGED)
     how = fq.Evaluation(every=1)
@@ -392,7 +396,10 @@ def test_a_net_that_cannot_have_its_channels_last_is_trained(make_data, play):
 
 
 class Rewriting(nn.Module):
-    """Begins in place, on images of one channel: laid side by side they are the samples themselves."""
+    """A net whose first operation is in-place, on images of one channel.
+
+    Side by side, such images are views of the samples, which must not be changed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,7 +415,9 @@ class Rewriting(nn.Module):
 @pytest.mark.parametrize(
     "attack", [None, fq.attacks.AdversarialTraining(0.5, fq.attacks.PGD(steps=2, low=-9, high=9))]
 )
-def test_a_net_that_begins_in_place_is_trained_alike_in_every_layout(name, attack, make_data, play):
+def test_a_net_that_changes_its_input_in_place_gives_the_same_numbers_in_every_layout(
+    name, attack, make_data, play
+):
     family = fq.trace(Rewriting, torch.zeros(2, 1, 6, 6))
     method, data = (
         with_local(METHODS[name](), batch_size=4, adversarial=attack),
@@ -418,11 +427,11 @@ def test_a_net_that_begins_in_place_is_trained_alike_in_every_layout(name, attac
     for layout in LAYOUTS if attack is None else ("alone", "stack"):
         ours = played(method, family, data, layout)
         assert_same(truth, ours)
-        assert not ours.engine._refused
+        assert not ours.engine.groups.refused
 
 
 class Neighbourly(nn.Module):
-    """Channels are normalized by those beside them, by next to nothing at first."""
+    """A net that normalizes channels by their neighbours, with a tiny effect at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -436,16 +445,16 @@ class Neighbourly(nn.Module):
         return self.head(self.norm(torch.relu(self.conv(x))).mean((2, 3)))
 
 
-def test_nets_that_would_see_each_other_are_not_laid(make_data, play):
+def test_nets_that_depend_on_each_other_are_not_trained_side_by_side(make_data, play):
     family = fq.trace(Neighbourly, torch.zeros(2, 3, 8, 8))
     method, data = with_local(HeteroFL(), batch_size=4), make_data(family, RAGGED)
     ours = played(method, family, data, "laid", 2)
-    assert any("see each other" in why for why in ours.engine._refused.values())
+    assert any("see each other" in why for why in ours.engine.groups.refused.values())
     assert_same(play(method, family, data, shares=SHARES), ours)
 
 
 class Rounding(nn.Module):
-    """A forward without a slope in its samples, which nobody can ask for."""
+    """A net whose outputs have no gradient with respect to its samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -455,7 +464,7 @@ class Rounding(nn.Module):
         return self.head(torch.relu(self.conv(x.detach().round())).mean((2, 3)))
 
 
-def test_nets_without_a_slope_in_their_samples_are_trained(make_data, play):
+def test_nets_without_a_gradient_in_their_samples_are_trained(make_data, play):
     family = fq.trace(Rounding, torch.zeros(2, 3, 8, 8))
     method, data = with_local(HeteroFL(), batch_size=4), make_data(family, RAGGED)
     assert_same(play(method, family, data, shares=SHARES), played(method, family, data, "laid", 2))
