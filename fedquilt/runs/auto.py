@@ -18,7 +18,8 @@ from fedquilt.errors import ConfigError
 from fedquilt.round import Evaluation, run_round
 
 if TYPE_CHECKING:
-    from fedquilt.runs.experiment import Experiment, Ground, Machine
+    from fedquilt.runs.experiment import Experiment, Ground
+    from fedquilt.runs.machine import Machine
 
 _log = logging.getLogger(__name__)
 

@@ -9,40 +9,32 @@ for saved state.
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
-from weakref import finalize
 
 import torch
 
 from fedquilt.errors import RecordError
-from fedquilt.names import said
-from fedquilt.storage.files import Blob, Written, header, settled, why, write
-from fedquilt.storage.tensor_files import (
-    MAX_NOTE_DEPTH,
-    Bytes,
-    TensorFile,
-    bounded_json,
-    read_state,
+from fedquilt.runs.client_state_logs import (
+    Key,
+    Log,
+    Pack,
+    Spill,
+    decode_for,
+    encode,
+    entry_name,
+    state_size,
 )
-from fedquilt.terms import ClientState, Submodel, in_slots
+from fedquilt.storage.files import Blob, Written, header, settled, write
+from fedquilt.storage.tensor_files import Bytes
+from fedquilt.terms import ClientState
 
-Key = tuple[int, str]  # Client and scope
+DEFAULT_LIMIT = 2 << 30  # Bytes of client states that are kept in memory by default
 
-LIMIT = 2 << 30  # Bytes of client states that are kept in memory by default
-LARGE = 64 << 20  # Bytes at which a pack is full
-_TENSOR = 512  # Approximate bytes of a tensor besides its values
-_SLACK = 64 << 20  # Bytes of outdated blobs in a spill before it is rewritten
+FULL_PACK_BYTES = 64 << 20  # Bytes at which a pack is full
 
 
 class ClientStates(MutableMapping[Key, ClientState]):
@@ -50,7 +42,7 @@ class ClientStates(MutableMapping[Key, ClientState]):
 
     def __init__(
         self,
-        limit: int = LIMIT,
+        limit: int = DEFAULT_LIMIT,
         device: torch.device = torch.device("cpu"),
         spill_in: Path | None = None,
     ) -> None:
@@ -75,7 +67,7 @@ class ClientStates(MutableMapping[Key, ClientState]):
         if memory is not None:
             self._held.move_to_end(key)
         elif key in self:
-            memory = _decoded(key, self._where[key].read(key), self._device)
+            memory = decode_for(key, self._where[key].read(key), self._device)
             self._hold(key, memory)
         # States are moved to disk on look-up and not on assignment. Assignment then cannot fail,
         # so that either all states of a round are updated or none. A checkpoint in between writes
@@ -135,11 +127,11 @@ class ClientStates(MutableMapping[Key, ClientState]):
 
     def _hold(self, key: Key, memory: ClientState) -> None:
         self._held[key] = memory
-        self._bytes += _size(memory)
+        self._bytes += state_size(memory)
 
     def _forget(self, key: Key) -> None:
         if key in self._held:
-            self._bytes -= _size(self._held.pop(key))
+            self._bytes -= state_size(self._held.pop(key))
         if key in self._where:
             self._where.pop(key).forget(key)
 
@@ -152,7 +144,7 @@ class ClientStates(MutableMapping[Key, ClientState]):
                 self._spill.put(key, encode(memory))
                 self._where[key] = self._spill
             del self._held[key]
-            self._bytes -= _size(memory)
+            self._bytes -= state_size(memory)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -189,8 +181,10 @@ class ClientStates(MutableMapping[Key, ClientState]):
                     yield sources[key].read(key)
 
         packs = []
-        for number, part in enumerate(_parts(sizes)):
-            head = header({_name(key): ("U8", (size,), size) for key, size in part.items()}, None)
+        for number, part in enumerate(_pack_parts(sizes)):
+            head = header(
+                {entry_name(key): ("U8", (size,), size) for key, size in part.items()}, None
+            )
             file = path.with_stem(f"{path.stem}-{number}") if number else path
             pack = Pack(file, write(file, chain([head], chunks(part))))
             pack.lay_out(part, len(head))
@@ -206,7 +200,7 @@ class ClientStates(MutableMapping[Key, ClientState]):
         written anyway. Packs then grow geometrically, so that there are few of them.
         """
         size = self._size_of_changes()
-        kept_packs, room = [], max(size, LARGE)
+        kept_packs, room = [], max(size, FULL_PACK_BYTES)
         for pack in self._packs:
             is_in_folder = pack.path.parent == folder
             if (
@@ -218,13 +212,13 @@ class ClientStates(MutableMapping[Key, ClientState]):
             else:
                 size += pack.live
                 room -= pack.live
-        while size and kept_packs and kept_packs[-1].live <= min(size, LARGE // 2):
+        while size and kept_packs and kept_packs[-1].live <= min(size, FULL_PACK_BYTES // 2):
             size += kept_packs.pop().live
         return kept_packs
 
     def _size_of_changes(self) -> int:
         return sum(
-            self._where[key].entries[key][1] if key in self._where else _size(self._held[key])
+            self._where[key].entries[key][1] if key in self._where else state_size(self._held[key])
             for key in self._changed
             if key not in self._gone
         )
@@ -305,214 +299,21 @@ class Draft:
         return [*self.kept, *self.new]
 
 
-# --- on disk ------------------------------------------------------------------------------------
-
-
-class Log(ABC):
-    """Blobs one behind another in a file. `entries` has those that are still current."""
-
-    def __init__(self) -> None:
-        self.entries: dict[Key, tuple[int, int]] = {}  # Offset and size in bytes
-        self.live = 0  # Bytes of all current entries
-
-    def enter(self, key: Key, at: int, size: int) -> None:
-        self.entries[key] = at, size
-        self.live += size
-
-    def forget(self, key: Key) -> None:
-        self.live -= self.entries.pop(key)[1]
-
-    @abstractmethod
-    def read(self, key: Key) -> bytearray: ...
-
-    def _read(self, file: BinaryIO, key: Key) -> bytearray:
-        offset, size = self.entries[key]
-        data = bytearray(size)
-        file.seek(offset)
-        if file.readinto(data) != size:  # type: ignore[attr-defined]
-            raise RecordError(
-                f"the memory of client {key[0]} was cut short on disk: {size:,} bytes were "
-                "expected."
-            )
-        return data
-
-
-class Pack(Log):
-    """Client states of a checkpoint: a safetensors file whose entries are safetensors files."""
-
-    def __init__(self, path: Path, written: Written) -> None:
-        super().__init__()
-        self.path = path
-        self.written = written
-
-    def lay_out(self, sizes: Mapping[Key, int], begin: int) -> None:
-        """Add entries for blobs that follow one another.
-
-        Args:
-            sizes: Bytes of each blob, in order.
-            begin: Offset of the first blob.
-        """
-        for key, size in sizes.items():
-            self.enter(key, begin, size)
-            begin += size
-
-    def read_entries(self) -> None:
-        """Add the entries that the header of the file lists."""
-        with self.path.open("rb") as stream:
-            file = TensorFile(stream, os.fstat(stream.fileno()).st_size, str(self.path))
-        for name, entry in file.entries.items():
-            self.enter(_key(name), entry.offset, entry.size)
-
-    def read(self, key: Key) -> bytearray:
-        # The file is opened for each read, because a run may have more packs than a process may
-        # have open files.
-        try:
-            with self.path.open("rb") as file:
-                return self._read(file, key)
-        except OSError as error:
-            raise RecordError(
-                f"the memory of client {key[0]} is in {self.path}, which cannot be read: "
-                f"{why(error)}."
-            ) from error
-
-
-class Spill(Log):
-    """Client states that changed since the last checkpoint and exceed the memory limit."""
-
-    def __init__(self, folder: Path | None) -> None:
-        super().__init__()
-        self._folder = folder
-        self._end = 0
-        with self._blame():
-            self._file = self._new()
-
-    def _new(self) -> BinaryIO:
-        file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (it lives as long as the log)
-        finalize(self, file.close)
-        return file
-
-    def put(self, key: Key, blob: Blob) -> None:
-        with self._blame():
-            if self._end > 2 * self.live + _SLACK:
-                self._rewrite()
-            self._file.seek(self._end)
-            for chunk in blob.chunks():
-                self._file.write(chunk)
-            self._file.flush()
-        self.enter(key, self._end, blob.size)
-        self._end += blob.size
-
-    def read(self, key: Key) -> bytearray:
-        with self._blame():
-            return self._read(self._file, key)
-
-    def _rewrite(self) -> None:
-        """Copy the current blobs into a new file, so that outdated ones do not fill the disk."""
-        fresh, entries, end = self._new(), {}, 0
-        for key, (_, size) in self.entries.items():
-            fresh.write(self.read(key))
-            entries[key] = end, size
-            end += size
-        fresh.flush()
-        self._file.close()
-        self._file, self.entries, self._end = fresh, entries, end
-
-    @contextmanager
-    def _blame(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RecordError(
-                "the clients' memories outgrew their bound, and what is beyond cannot be kept in "
-                f"{self._folder or tempfile.gettempdir()}: {why(error)}. Free some space there, or "
-                "raise the bound."
-            ) from error
-
-
-# --- one memory ---------------------------------------------------------------------------------
-
-
-def encode(memory: ClientState) -> Blob:
-    """Return a client state as bytes, without loss."""
-    submodel = json.dumps(memory.submodel.to_dict())
-    note = {"submodel": submodel, "steps": memory.steps, "round": memory.round}
-    return Blob.of_state(memory.weights, memory.slots, memory.extras, **note)
-
-
-def decode(data: bytearray, device: torch.device) -> ClientState:
-    """Return the client state that `encode` wrote."""
-    state = read_state(TensorFile.of(data, "the memory of a client"), device)
-    submodel, steps = state.note.get("submodel"), state.note.get("steps")
-    last = state.note.get("round", -1)  # Earlier versions did not write it.
-    if not isinstance(submodel, str) or not isinstance(steps, int) or not isinstance(last, int):
-        raise RecordError(
-            "the memory of a client does not say of which sub-model it is, and after how many "
-            "steps."
-        )
-    return ClientState(_submodel(submodel), state.weights, state.slots, steps, last, state.extras)
-
-
-def _decoded(key: Key, data: bytearray, device: torch.device) -> ClientState:
-    """Return a client state that was read from disk.
-
-    Raises:
-        RecordError: The bytes are not a client state. The message names the client.
-    """
-    try:
-        return decode(data, device)
-    except RecordError as error:
-        raise RecordError(
-            f"the memory of client {key[0]} on disk is not what was written: {error}"
-        ) from error
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        RuntimeError,
-    ) as error:
-        raise RecordError(
-            f"the memory of client {key[0]} on disk is not what was written: {said(error)}."
-        ) from error
-
-
-@lru_cache(maxsize=1024)  # Clients with the same positions share one object.
-def _submodel(text: str) -> Submodel:
-    return Submodel.from_dict(bounded_json(text.encode(), MAX_NOTE_DEPTH))
-
-
 def _settled(memory: ClientState) -> ClientState:
     weights = settled(memory.weights)
     slots = {slot: settled(values) for slot, values in memory.slots.items()}
     return replace(memory, weights=weights, slots=slots, extras=settled(memory.extras))
 
 
-def _size(memory: ClientState) -> int:
-    tensors = [*memory.weights.values(), *in_slots(memory.slots), *memory.extras.values()]
-    return sum(tensor.nbytes + _TENSOR for tensor in tensors)
-
-
-def _parts(sizes: Mapping[Key, int]) -> Iterator[dict[Key, int]]:
+def _pack_parts(sizes: Mapping[Key, int]) -> Iterator[dict[Key, int]]:
     """Divide blobs into packs, by key and size. All packs but the last are full."""
     part: dict[Key, int] = {}
     total = 0
     for key, size in sizes.items():
         part[key] = size
         total += size
-        if total >= LARGE:
+        if total >= FULL_PACK_BYTES:
             yield part
             part, total = {}, 0
     if part:
         yield part
-
-
-def _name(key: Key) -> str:
-    return f"{key[0]}:{key[1]}"
-
-
-def _key(name: str) -> Key:
-    client, _, scope = name.partition(":")
-    if not (client.isascii() and client.isdecimal()):
-        raise RecordError(f"a memory of client {client!r} was found; clients are whole numbers.")
-    return int(client), scope

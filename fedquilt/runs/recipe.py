@@ -22,7 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fedquilt.config.settings import UNSET, Choice, Problem, parameters, read, write
+from fedquilt.config.choice import Choice
+from fedquilt.config.reading import read
+from fedquilt.config.schema import parameters
+from fedquilt.config.tables import UNSET, Problem
+from fedquilt.config.toml import Settings
+from fedquilt.config.writing import write
 from fedquilt.data import DATA
 from fedquilt.engines import ENGINES
 from fedquilt.errors import ConfigError, FedquiltError
@@ -33,16 +38,12 @@ from fedquilt.models import MODELS
 from fedquilt.names import is_file, name_of, said
 from fedquilt.runs.checkpoint import Checkpointing
 from fedquilt.runs.client_states import ClientStates
-from fedquilt.runs.experiment import (
-    Experiment,
-    Machine,
-    Model,
-    Settings,
-    Source,
-    TraceOptions,
-    net_names,
-)
-from fedquilt.runs.folder import describe, is_same
+from fedquilt.runs.data_settings import Source
+from fedquilt.runs.description import describe
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.fingerprint import is_same
+from fedquilt.runs.machine import Machine
+from fedquilt.runs.model_settings import Model, TraceOptions, net_names
 from fedquilt.runs.tracking import Tracking
 from fedquilt.runs.trust import named_code
 from fedquilt.terms import WHOLE
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 _GUARDS = ("__name__ == '__main__'", "'__main__' == __name__")
 
 
-def described(
+def config_text(
     run: Run,
     rounds: int,
     checkpoint: Checkpointing = Checkpointing(),

@@ -14,8 +14,8 @@ import torch
 import fedquilt as fq
 from fedquilt.cli import main
 from fedquilt.errors import ConfigError, RecordError
-from fedquilt.runs.experiment import load_run
-from fedquilt.runs.folder import read
+from fedquilt.runs.folder_files import read_records
+from fedquilt.runs.load import load_run
 from tests.cli.test_cli import OWN, QUICK, told
 from tests.unit.deploy.test_export import ONNX
 
@@ -168,7 +168,7 @@ def test_the_file_answers_as_the_run_reported(here, capsys):
     assert json.loads(Path("heterofl/summary.json").read_text())["accuracy"][
         "0.5"
     ] == pytest.approx(float(hits))
-    assert run.records == read("heterofl")
+    assert run.records == read_records("heterofl")
 
 
 def test_robustness_is_told_also_where_none_was_asked_for(here, capsys):

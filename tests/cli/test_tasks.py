@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from fedquilt.cli import main
-from fedquilt.runs.experiment import Experiment, Model, demo, load_run
+from fedquilt.runs.demo import demo
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.load import load_run
+from fedquilt.runs.model_settings import Model
 from fedquilt.tasks import METRICS, TASKS, MultiLabel, Regression
 
 QUICK = ["--rounds", "2", "--clients", "4", "--cohort", "2", "--epochs", "1"]

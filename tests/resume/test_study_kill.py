@@ -16,7 +16,7 @@ import pytest
 
 from fedquilt.cli import main
 from fedquilt.cli.study import StudyProgress
-from fedquilt.runs.folder import locked
+from fedquilt.runs.lock import locked
 from tests.unit.studies.conftest import OWN
 
 ROOT = Path(__file__).parents[2]

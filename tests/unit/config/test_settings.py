@@ -10,19 +10,12 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from fedquilt.checks import within
-from fedquilt.config import settings
-from fedquilt.config.settings import (
-    UNSET,
-    Choice,
-    Problem,
-    Table,
-    comments,
-    described,
-    leaves,
-    parameters,
-    read,
-    write,
-)
+from fedquilt.config.choice import Choice
+from fedquilt.config.listing import comments, described, leaves
+from fedquilt.config.reading import read
+from fedquilt.config.schema import parameters
+from fedquilt.config.tables import TABLES, UNSET, Problem, Table
+from fedquilt.config.writing import write
 from fedquilt.errors import ConfigError
 
 
@@ -106,7 +99,7 @@ class Farm:
 
 @pytest.fixture(autouse=True)
 def animals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(settings.TABLES, Animal, Table("animal", {"bird": Bird, "fish": Fish}))
+    monkeypatch.setitem(TABLES, Animal, Table("animal", {"bird": Bird, "fish": Fish}))
 
 
 def farm(**plain: Any) -> Farm:

@@ -10,7 +10,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from fedquilt.conformance.method import CHECKS, Finding, check_method
+from fedquilt.conformance.checks import CHECKS
+from fedquilt.conformance.method import Finding, check_method
 from fedquilt.hardware.generators import random_state
 from fedquilt.methods import METHODS, FedAvg
 from fedquilt.methods.api import (

@@ -10,7 +10,9 @@ import torch
 from fedquilt.data.parts import Parts
 from fedquilt.errors import ConfigError
 from fedquilt.runs import auto as trial
-from fedquilt.runs.experiment import Experiment, Machine, demo
+from fedquilt.runs.demo import demo
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.machine import Machine
 from tests.conftest import assert_same
 
 

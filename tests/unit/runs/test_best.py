@@ -24,7 +24,9 @@ from fedquilt.round import Record
 from fedquilt.round.merge import Fold, Merged
 from fedquilt.runs.best import mean_figure
 from fedquilt.runs.checkpoint import _digest
-from fedquilt.runs.experiment import load_run
+from fedquilt.runs.damage import damage_of
+from fedquilt.runs.folder_files import read_records
+from fedquilt.runs.load import load_run
 from fedquilt.storage.tensor_files import TensorFile
 from fedquilt.terms import Server
 from tests.conftest import assert_same_grades, with_local
@@ -186,7 +188,7 @@ def test_records_tell_the_figures_and_are_read_again(family, tmp_path):
     run = played(family, 2, out=tmp_path / "run")
     line = json.loads((tmp_path / "run" / "rounds.jsonl").read_text().splitlines()[1])
     assert line["validation"] == pytest.approx({"1.0": 4 / 6, "0.5": 4 / 6})
-    (read,) = (record for record in fq.runs.folder.read(tmp_path / "run") if record.round == 2)
+    (read,) = (record for record in read_records(tmp_path / "run") if record.round == 2)
     assert read.grades == run.records[1].grades
     assert "validation" not in played(family, 1, evaluation=fq.Evaluation(best=False)).history[0]
     assert Record.from_dict(run.history[1]).grades.validation == run.records[1].grades.validation
@@ -350,7 +352,7 @@ def test_a_damaged_best_state_is_named(family, tmp_path):
         run.deploy(round="best")
     assert round_of(run.deploy()) == 5
     file.with_suffix(".json").unlink()
-    assert "checkpoint 00000002: it is gone" in fq.runs.folder.damage_of(tmp_path / "run")
+    assert "checkpoint 00000002: it is gone" in damage_of(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

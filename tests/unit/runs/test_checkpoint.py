@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 
 from fedquilt.axes import Index, Positions
 from fedquilt.errors import ConfigError, RecordError
-from fedquilt.runs import client_states as memory
+from fedquilt.runs import client_state_logs, client_states
 from fedquilt.runs.checkpoint import Checkpointing, Checkpoints, Manifest, _digest
-from fedquilt.runs.client_states import ClientStates, decode, encode
+from fedquilt.runs.client_state_logs import decode, encode
+from fedquilt.runs.client_states import ClientStates
 from fedquilt.storage import files
 from fedquilt.terms import Arch, ClientState, Server, Submodel
 
@@ -176,7 +177,7 @@ def test_a_mapping_in_order_of_clients_wherever_they_are(tmp_path):
 
 
 def test_the_least_recently_used_leave_first():
-    size = memory._size(remembered(0))
+    size = client_state_logs.state_size(remembered(0))
     kept = small(3 * size)
     for client in range(3):
         kept[client, ""] = remembered(client)
@@ -199,7 +200,7 @@ def test_a_spilled_memory_that_changes_is_the_changed_one():
 
 
 def test_a_spill_does_not_grow_with_the_history(monkeypatch):
-    monkeypatch.setattr(memory, "_SLACK", 10_000)
+    monkeypatch.setattr(client_state_logs, "MAX_OUTDATED_BYTES", 10_000)
     kept = small()
     for turn in range(300):
         kept[turn % 4, ""] = remembered(turn)
@@ -241,7 +242,7 @@ def test_a_disk_too_full_to_spill_is_named_and_loses_nothing(tmp_path, monkeypat
     kept = small(spill_in=tmp_path)
     kept[0, ""], kept[1, ""] = remembered(1), remembered(2)
     with monkeypatch.context() as patch:
-        patch.setattr(memory.Spill, "_new", full)
+        patch.setattr(client_state_logs.Spill, "_new", full)
         with pytest.raises(
             RecordError, match=rf"cannot be kept in {tmp_path}: No space left .* raise the bound"
         ):
@@ -305,7 +306,7 @@ def test_only_changed_memories_are_written(tmp_path):
 def test_any_history_is_found_again_and_what_is_outdated_goes(limit, large, tmp_path, monkeypatch):
     """Random sets, deletions and checkpoints against a plain dictionary."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # slow, and nobody pulls the plug here
-    monkeypatch.setattr(memory, "LARGE", large)
+    monkeypatch.setattr(client_states, "FULL_PACK_BYTES", large)
     draw = np.random.default_rng(3)
     kept, checkpoints, plain = small(limit, spill_in=tmp_path), Checkpoints(tmp_path / "c"), {}
     for round in range(1, 120):
@@ -372,7 +373,7 @@ def test_no_checkpoint_writes_much_more_than_changed_even_when_everything_is_out
     """
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     one = encode(remembered(0, 250)).size
-    monkeypatch.setattr(memory, "LARGE", 20 * one)
+    monkeypatch.setattr(client_states, "FULL_PACK_BYTES", 20 * one)
     draw, kept, checkpoints = np.random.default_rng(0), ClientStates(), Checkpoints(tmp_path)
     for client in range(1000):
         kept[client, ""] = remembered(client, 250)

@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 
 import fedquilt as fq
 from fedquilt.cli.options import Options
-from fedquilt.config.settings import leaves, read
+from fedquilt.config.listing import leaves
+from fedquilt.config.reading import read
+from fedquilt.config.toml import assign, parse_assignment, parse_toml, read_toml
 from fedquilt.data import Domains, Iid, Labels, Natural, Partition, Pool
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.fleets.budgets import Uniform
@@ -23,22 +25,13 @@ from fedquilt.methods import METHODS, FedAvg, FedBN, FedRolex, HeteroFL
 from fedquilt.models import MODELS
 from fedquilt.round import Evaluation
 from fedquilt.round.training.optimizers import SGD, Adam
-from fedquilt.runs.experiment import (
-    DEMO,
-    Experiment,
-    Machine,
-    Model,
-    Source,
-    assign,
-    choose,
-    demo,
-    load_weights,
-    offered,
-    overlay,
-    parse_assignment,
-    parse_toml,
-    read_toml,
-)
+from fedquilt.runs.data_settings import Source
+from fedquilt.runs.demo import DEMO, demo
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.initial_weights import load_weights
+from fedquilt.runs.machine import Machine
+from fedquilt.runs.model_settings import Model, offered
+from fedquilt.runs.overlay import choose, overlay
 from fedquilt.tasks import MultiLabel
 from tests.conftest import assert_same
 

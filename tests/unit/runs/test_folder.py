@@ -26,10 +26,15 @@ from fedquilt.methods import FedAvg, FedBN, FedProx, LocalOnly
 from fedquilt.round import Grades, Record
 from fedquilt.round.merge import ServerAdam
 from fedquilt.runs import checkpoint
-from fedquilt.runs import folder as records
+from fedquilt.runs import fingerprint as fingerprints
+from fedquilt.runs import folder as folders
 from fedquilt.runs.checkpoint import Checkpointing
 from fedquilt.runs.client_states import ClientStates
-from fedquilt.runs.folder import Folder, undisturbed
+from fedquilt.runs.damage import damage_of
+from fedquilt.runs.folder import Folder
+from fedquilt.runs.folder_files import read_records
+from fedquilt.runs.signals import undisturbed
+from fedquilt.runs.summary_file import read_summary
 from fedquilt.storage import files
 from fedquilt.storage.tensor_files import NO_LIMIT, TensorFile, read_state
 from tests.conftest import assert_same, with_local
@@ -111,7 +116,7 @@ def test_a_folder_says_what_ran_and_what_happened(start, tmp_path):
     assert ["accuracy" in record for record in lines(out)] == [False, True, False, True]
     summary = json.loads((out / "summary.json").read_text())
     assert summary.pop("check").keys() == {"config.toml", "rounds.jsonl", "summary.json"}
-    assert summary == run.summary == records.read_summary(out)
+    assert summary == run.summary == read_summary(out)
     assert list(summary) == [
         *(
             "method",
@@ -382,7 +387,7 @@ def test_another_run_is_refused_with_what_differs(start, tmp_path, data, percept
 def test_a_run_goes_on_that_was_begun_before_a_field_was_added(start, tmp_path, monkeypatch):
     """A field that a checkpoint does not have counts as its default."""
     out, link = tmp_path / "run", fq.Link(codec=fq.links.Codec(bits=8))
-    fingerprint = records.fingerprint
+    fingerprint = fingerprints.fingerprint
 
     def earlier(run):
         return {
@@ -392,7 +397,7 @@ def test_a_run_goes_on_that_was_begun_before_a_field_was_added(start, tmp_path, 
         }
 
     with monkeypatch.context() as patched:
-        patched.setattr(records, "fingerprint", earlier)
+        patched.setattr(folders, "fingerprint", earlier)
         start(FedAvg(), rounds=1, out=out, link=link)
     others = {
         r"method\.local\.keep_optimizer: nothing of the kind there, True here": {
@@ -414,11 +419,11 @@ def test_a_default_that_has_more_values_is_another_one():
     class Widths:
         shares: tuple[float, ...] = (1.0, 0.5)
 
-    saved = {leaf.name: leaf.value for leaf in records._leaves("fleet", Widths((1.0,)))}
+    saved = {leaf.name: leaf.value for leaf in fingerprints._leaves("fleet", Widths((1.0,)))}
     with pytest.raises(
         ConfigError, match=r"fleet\.shares\[1\]: nothing of the kind there, 0\.5 here"
     ):
-        records._compare(saved, list(records._leaves("fleet", Widths())), "a run was to go on")
+        fingerprints.check_same_run(saved, list(fingerprints._leaves("fleet", Widths())), "a run was to go on")
 
 
 def test_other_initial_weights_are_noticed(start, tmp_path, residual):
@@ -557,7 +562,7 @@ def test_a_run_goes_on_from_its_checkpoint_if_rounds_are_missing_from_the_log(
     assert [record["round"] for record in lines(out)] == [2, 4, 5]
     assert_same(whole, replace(again, records=whole.records), atol=0)
     assert json.loads((out / "summary.json").read_text())["missing_rounds"] == [[1, 1], [3, 3]]
-    assert [record.round for record in records.read(out)] == [2, 4, 5]
+    assert [record.round for record in read_records(out)] == [2, 4, 5]
 
 
 def test_a_line_that_was_edited_is_noticed_and_taken_out_on_resume(start, tmp_path, caplog):
@@ -569,7 +574,7 @@ def test_a_line_that_was_edited_is_noticed_and_taken_out_on_resume(start, tmp_pa
     with pytest.raises(
         RecordError, match=r"rounds\.jsonl is not what was written: line 1: its checksum differs"
     ):
-        records.read(out)
+        read_records(out)
     again = start(rounds=4, out=out, resume=True)
     assert "round 1 is missing from it" in caplog.text
     assert [record["round"] for record in lines(out)] == [2, 3, 4]
@@ -708,7 +713,7 @@ def test_every_flipped_bit_of_a_summary_is_harmless_or_an_error(start, tmp_path)
     out = tmp_path / "run"
     start(rounds=1, out=out)
     file = out / "summary.json"
-    intact, summary = file.read_bytes(), records.read_summary(out)
+    intact, summary = file.read_bytes(), read_summary(out)
     found = 0
     for place in range(0, len(intact), 7):
         harmed = bytearray(intact)
@@ -716,7 +721,7 @@ def test_every_flipped_bit_of_a_summary_is_harmless_or_an_error(start, tmp_path)
         file.write_bytes(harmed)
         read = None
         with suppress(RecordError):
-            read = records.read_summary(out)
+            read = read_summary(out)
         assert read in (None, summary)
         found += read is None
     assert found > len(intact) // 7 // 2
@@ -749,22 +754,22 @@ def test_a_summary_without_checksums_is_checked_for_what_a_run_writes(start, tmp
     with pytest.raises(
         RecordError, match=r"summary\.json is damaged: .* Delete it to finish the run again"
     ):
-        records.read_summary(out)
+        read_summary(out)
     (out / "summary.json").write_text(json.dumps(run.summary))  # as earlier versions wrote it
-    assert records.read_summary(out) == run.summary
+    assert read_summary(out) == run.summary
 
 
 def test_a_summary_that_is_nested_deeply_is_an_error(tmp_path):
     (tmp_path / "summary.json").write_text(100_000 * "[")
     with pytest.raises(RecordError, match=r"summary\.json is damaged: "):
-        records.read_summary(tmp_path)
+        read_summary(tmp_path)
 
 
 def test_the_log_of_another_run_in_a_finished_one_is_noticed(start, tmp_path):
     for name, seed in (("run", 0), ("other", 1)):
         start(rounds=2, out=tmp_path / name, seed=seed)
     (tmp_path / "other" / "rounds.jsonl").rename(tmp_path / "run" / "rounds.jsonl")
-    assert records.damage_of(tmp_path / "run") == [
+    assert damage_of(tmp_path / "run") == [
         "rounds.jsonl: its last line is not the one that the run wrote last"
     ]
 
@@ -772,13 +777,13 @@ def test_the_log_of_another_run_in_a_finished_one_is_noticed(start, tmp_path):
 def test_damage_of_a_finished_run_is_listed(start, tmp_path):
     out = tmp_path / "run"
     start(rounds=3, out=out)
-    assert records.damage_of(out) == []
+    assert damage_of(out) == []
     harm(out, 1)
     (out / "checkpoint" / "00000002.json").unlink()
     with (out / "checkpoint" / "00000003.safetensors").open("ab") as file:
         file.write(b"x")
     (out / "config.toml").write_text("")
-    told = "\n".join(records.damage_of(out))
+    told = "\n".join(damage_of(out))
     for words in (
         "config.toml: it is not the one that the run had when it ended",
         "checkpoint 00000003: 00000003.safetensors has",
@@ -819,8 +824,8 @@ def test_links_and_fifos_in_a_folder_are_refused_and_not_followed(start, tmp_pat
     for way in (
         lambda: start(rounds=2, out=out, resume=True),
         lambda: fq.load_state(out),
-        lambda: records.read(out),
-        lambda: records.read_summary(out),
+        lambda: read_records(out),
+        lambda: read_summary(out),
         lambda: Folder.create(out, ""),
     ):
         with pytest.raises(
@@ -852,7 +857,7 @@ def test_folders_are_synced_once_something_was_made_in_them(tmp_path, monkeypatc
         synced.append((folder, {path.name for path in folder.iterdir()}))
         sync(folder)
 
-    for module in (files, records):
+    for module in (files, folders):
         monkeypatch.setattr(module, "sync_folder", noting)
     out = tmp_path / "a" / "run"
     start(rounds=1, out=out)
@@ -1057,10 +1062,10 @@ def test_state_is_kept_as_it_is_read_back(start):
 
 
 def test_large_arrays_are_compared_by_some_of_their_rows(monkeypatch):
-    monkeypatch.setattr(records, "_ENOUGH", 64)
+    monkeypatch.setattr(fingerprints, "MAX_HASHED_BYTES", 64)
     one = torch.arange(1000)
     other = one.clone()
     other[1] = 7
     first = one.clone()
     first[0] = 7
-    assert records._digest(one) == records._digest(other) != records._digest(first)
+    assert fingerprints._digest(one) == fingerprints._digest(other) != fingerprints._digest(first)

@@ -21,8 +21,8 @@ from fedquilt.fleets.budgets import net_budgets
 from fedquilt.models import MLP
 from fedquilt.runs.checkpoint import Checkpointing
 from fedquilt.runs.experiment import Experiment
-from fedquilt.runs.folder import fingerprint
-from fedquilt.runs.recipe import described, settings_of
+from fedquilt.runs.fingerprint import fingerprint
+from fedquilt.runs.recipe import config_text, settings_of
 from fedquilt.runs.tracking import TensorBoard
 
 
@@ -91,7 +91,7 @@ def reason(run: fq.Run, part: str, rounds: int = 3) -> str:
 
 def check_equal(run: fq.Run, **options) -> dict:
     """Check that settings make the same run again, and return them."""
-    text = described(run, 3, **options)
+    text = config_text(run, 3, **options)
     plain = tomllib.loads(text)
     assert "python" not in plain, plain
     again = Experiment.of(plain).prepare()
@@ -235,7 +235,7 @@ def test_a_run_of_settings_is_written_as_they_were():
             "fleet": {"clients": 4},
         }
     )
-    plain = tomllib.loads(described(experiment.prepare(), 2))
+    plain = tomllib.loads(config_text(experiment.prepare(), 2))
     assert (plain["model"]["hidden"], plain["rounds"], plain["data"]["partition"]["name"]) == (
         [4],
         2,
@@ -275,7 +275,7 @@ def test_models_without_a_name_are_named(prepared, factory, why):
 
 def test_without_a_writer_of_toml_the_reason_is_its_package(prepared, monkeypatch):
     monkeypatch.setitem(sys.modules, "tomli_w", None)
-    (line,) = tomllib.loads(described(prepared(), 3))["python"]["missing"]
+    (line,) = tomllib.loads(config_text(prepared(), 3))["python"]["missing"]
     assert "pip install 'fedquilt[cli]'" in line
 
 
@@ -310,7 +310,7 @@ def test_other_parts_that_no_file_holds_are_named(prepared, data):
     assert "0 rounds were asked for" in reason(prepared(), "rounds", rounds=0)
     grown = prepared(fq.methods.ProgFed(stages=("1", "2"), rounds=4).settled(4))
     assert settings_of(grown, 3)[1] == []
-    text = described(prepared(fleet=replace(fleet, cohort=1)), 3)
+    text = config_text(prepared(fleet=replace(fleet, cohort=1)), 3)
     table = tomllib.loads(text)["python"]
     assert table["rounds"] == 3
     assert table["missing"] == [reason(prepared(fleet=replace(fleet, cohort=1)), "fleet")]

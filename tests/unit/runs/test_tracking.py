@@ -19,7 +19,7 @@ import pytest
 
 import fedquilt as fq
 from fedquilt.cli import main
-from fedquilt.config.settings import write
+from fedquilt.config.writing import write
 from fedquilt.errors import ConfigError
 from fedquilt.round import Grades, Record
 from fedquilt.runs.experiment import Experiment

@@ -16,8 +16,10 @@ import fedquilt as fq
 from fedquilt.cli import main
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.methods import METHODS, FedAvg, HeteroFL
-from fedquilt.runs.experiment import Experiment, Source, load_run
-from fedquilt.runs.folder import fingerprint
+from fedquilt.runs.data_settings import Source
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.fingerprint import fingerprint
+from fedquilt.runs.load import load_run
 from tests.conftest import assert_same, with_local
 
 ON_VALIDATION = fq.Evaluation(every=0, on="validation")

@@ -16,7 +16,7 @@ from torch import nn
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.runs.checkpoint import Checkpoints, Manifest
 from fedquilt.runs.client_states import ClientStates
-from fedquilt.runs.experiment import load_weights
+from fedquilt.runs.initial_weights import load_weights
 from fedquilt.storage.files import Blob, write
 from fedquilt.storage.tensor_files import DTYPES, TensorFile, check_finite, too_large
 from fedquilt.terms import Server
