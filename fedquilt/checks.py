@@ -67,8 +67,8 @@ def _wrong(value: object, interval: str) -> str:
 def one_of(owner: object, /, **words: object) -> None:
     """Raise one error that names all fields whose value is not among those of a Literal."""
     problems = {
-        name: f"{getattr(owner, name)!r} was asked for; "
-        f"it may be {', '.join(map(repr, get_args(literal)))}."
+        name: f"{getattr(owner, name)!r} was asked for; it may be "
+        f"{', '.join(map(repr, get_args(literal)))}."
         for name, literal in words.items()
         if getattr(owner, name) not in get_args(literal)
     }

@@ -161,14 +161,12 @@ def name_of(code: Callable[..., Any]) -> str:
     if "<lambda>" in name:
         raise ConfigError(
             f"the lambda in {_place(code, file)} has no name. Write it as a function at the top "
-            "level of the file, or "
-            "as functools.partial of one."
+            "level of the file, or as functools.partial of one."
         )
     if "<locals>" in name:
         raise ConfigError(
             f"{name} in {file} is made inside a function, so that no name stands for it. Put it at "
-            "the top level of "
-            "the file."
+            "the top level of the file."
         )
     if inspect.unwrap(_attribute(module, name)) != inspect.unwrap(code):
         raise ConfigError(f"{name} is no longer the name of this object in {file}.")
@@ -254,8 +252,7 @@ def _from_file(name: str, what: str) -> Any:
     if not attribute:
         raise ConfigError(
             f"the {what} {name!r} names a file and nothing in it. Write {path}:NAME, with the name "
-            "of a class or "
-            "function."
+            "of a class or function."
         )
     try:
         exists = Path(path).is_file()

@@ -263,8 +263,8 @@ def _select(kinds: Sequence[Any], name: Any, path: str, problems: list[Problem],
     if isinstance(selected, type) and not issubclass(selected, tuple(kinds)):
         bases = " or ".join(kind.__name__ for kind in kinds)
         text = (
-            f"{name} was asked for as {with_article(noun)}; it is another kind of class. One derived from "
-            f"{bases} fits."
+            f"{name} was asked for as {with_article(noun)}; it is another kind of class. One "
+            f"derived from {bases} fits."
         )
         problems.append(Problem(_join(path, "name"), text))
         return UNSET
@@ -338,8 +338,8 @@ def _call_factory(
         problems.append(
             Problem(
                 path,
-                f"{name} was called for a {class_names}; "
-                f"it returned {with_article(type(instance).__name__)}.",
+                f"{name} was called for a {class_names}; it returned "
+                f"{with_article(type(instance).__name__)}.",
             )
         )
         return UNSET

@@ -68,10 +68,9 @@ def assign(settings: Settings, path: Sequence[str], value: Any) -> Settings:
         current = table.get(key, {})
         if isinstance(current, list) and len(current) > 1:
             raise ConfigError(
-                f"{'.'.join(path)} was asked for; {key} is a list of {len(current)} there, "
-                "of which each has settings of "
-                f"its own. A file says which is meant: a table [[{key}]] for each, with its name "
-                "and its settings."
+                f"{'.'.join(path)} was asked for; {key} is a list of {len(current)} there, of "
+                "which each has settings of its own. A file says which is meant: a table "
+                f"[[{key}]] for each, with its name and its settings."
             )
         table[key] = (
             {"name": current}

@@ -74,8 +74,7 @@ def check_settings(case: Case) -> str:
         if read != written:
             raise CheckError(
                 f"{field.name} is {read!r} when it is read back from a config.toml, and was "
-                f"{written!r}; a resumed run "
-                "would be another one."
+                f"{written!r}; a resumed run would be another one."
             )
 
     if case.settled.settled(ROUNDS) != case.settled:
@@ -99,10 +98,9 @@ def check_plan(case: Case) -> str:
             if first != second:
                 raise CheckError(
                     f"plan returned {_positions(first)} for client {client.id} in round "
-                    f"{round + 1}, and "
-                    f"{_positions(second)} when it was called again. It may depend on its "
-                    "arguments "
-                    "alone; for random choices use noise.key(world.seed, server.round, …)."
+                    f"{round + 1}, and {_positions(second)} when it was called again. It may "
+                    "depend on its arguments alone; for random choices use noise.key(world.seed, "
+                    "server.round, …)."
                 )
             for submodel in first:
                 case.world.family.check(submodel, f"client {client.id} (budget {client.budget})")
@@ -146,8 +144,8 @@ def check_learner(case: Case) -> str:
         if first != second or hash(first) != hash(second):
             raise CheckError(
                 f"learner returned {first} for client {job.client.id}, and {second} when it was "
-                "called again. It may depend on the job and the world alone, because every "
-                "device builds its own."
+                "called again. It may depend on the job and the world alone, because every device "
+                "builds its own."
             )
         learners += 1
     return f"{learners} learners are hashable values, and equal when asked again"
@@ -171,8 +169,8 @@ def _check_value(learner: Learner) -> None:
     except TypeError as error:
         raise CheckError(
             f"the learner {type(learner).__name__} cannot be hashed ({error}). Engines group "
-            "clients by it: "
-            "its fields and its objectives must be frozen dataclasses, tuples, numbers or text."
+            "clients by it: its fields and its objectives must be frozen dataclasses, tuples, "
+            "numbers or text."
         ) from error
 
 
@@ -269,10 +267,8 @@ def check_deploy(case: Case) -> str:
         if distance > TOLERANCE or abs(accuracy - evaluated) > TOLERANCE:
             raise CheckError(
                 f"the net that is deployed for {budget} has an accuracy of {accuracy:.2%}, and the "
-                "one that was "
-                f"evaluated {evaluated:.2%}; outputs differ by {distance:.2g}. Both come from "
-                "deploy, which may "
-                "depend on its arguments alone."
+                f"one that was evaluated {evaluated:.2%}; outputs differ by {distance:.2g}. Both "
+                "come from deploy, which may depend on its arguments alone."
             )
     return (
         f"deployed nets give the outputs of the evaluated ones (number of budgets: {len(budgets)})"

@@ -20,8 +20,7 @@ from fedquilt.units import size
 
 MEMORY_HELP = (
     "Less is needed with a smaller batch (method.local.batch_size), fewer clients at once "
-    "(engine.memory), a smaller "
-    "model or smaller shares. Another device may have more."
+    "(engine.memory), a smaller model or smaller shares. Another device may have more."
 )
 _ALLOCATION_FAILED = (
     "can't allocate memory",

@@ -162,8 +162,8 @@ def problem_in_weights(found: Server, own: Server) -> str:
             )
         if (saved.shape, saved.dtype) != (expected.shape, expected.dtype):
             return (
-                f"{name} is {saved.dtype} {list(saved.shape)} "
-                f"and not {expected.dtype} {list(expected.shape)}"
+                f"{name} is {saved.dtype} {list(saved.shape)} and not {expected.dtype} "
+                f"{list(expected.shape)}"
             )
     return ""
 

@@ -282,8 +282,8 @@ class NotKept(MutableMapping[Key, ClientState]):
     def _error(self) -> RecordError:
         return RecordError(
             "what clients remembered in an earlier round was asked for; it was more than "
-            "memory_limit allows to hold, "
-            "and was not kept. A run with a folder (out=DIR) keeps it on disk."
+            "memory_limit allows to hold, and was not kept. A run with a folder (out=DIR) keeps it "
+            "on disk."
         )
 
 

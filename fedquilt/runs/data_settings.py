@@ -67,8 +67,7 @@ class Source(Choice):
             if self.partition is not None:
                 raise ConfigError(
                     f"data.partition = {label(type(self.partition))!r} was asked for; {self.name} "
-                    "returned data that "
-                    "is dealt already. Return a Pool to have it dealt."
+                    "returned data that is dealt already. Return a Pool to have it dealt."
                 )
             return pool, None
         partition = self.partition or pool.usual

@@ -230,8 +230,7 @@ class Folder:
         if manifest.about.get("config") not in (None, settings_checksum(self.path)):
             _log.warning(
                 "%s is not the one that the checkpoint was written with: it was edited, or it is "
-                "damaged. What the "
-                "weights depend on is the same.",
+                "damaged. What the weights depend on is the same.",
                 self.path / "config.toml",
             )
 

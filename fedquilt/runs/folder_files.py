@@ -55,8 +55,7 @@ def check_folder(path: Path) -> None:
     except FileExistsError as error:
         raise RecordError(
             f"the folder {path} was asked for; {why(error)}. Only plain files are used, so that "
-            "nothing outside of the "
-            "folder is read or changed."
+            "nothing outside of the folder is read or changed."
         ) from error
 
 
@@ -105,8 +104,7 @@ def read_records(path: str | Path) -> list[Record]:
     if log.damage:
         raise RecordError(
             f"the rounds of {path} were asked for; {Path(path) / 'rounds.jsonl'} is not what was "
-            "written: "
-            f"{'; '.join(log.damage[:MAX_LISTED])}."
+            f"written: {'; '.join(log.damage[:MAX_LISTED])}."
         )
     return log.records
 
@@ -137,8 +135,7 @@ def warn_of_missing_rounds(file: Path, log: RoundLog, rounds: int) -> None:
     if missing := log.missing(rounds):
         _log.warning(
             "%s is damaged: %s missing from it. The weights are those of the checkpoint, which is "
-            "intact. "
-            "Sums over rounds leave the missing ones out.",
+            "intact. Sums over rounds leave the missing ones out.",
             file,
             missing_rounds_text(missing),
         )

@@ -41,8 +41,8 @@ def load_weights(module: nn.Module, file: str, max_bytes: int = 0, allow_nan: bo
             problems.append(f"{name} is not in the model.{nearest(name, tensors)}")
         elif tensors[name].shape != value.shape:
             problems.append(
-                f"{name} is {tuple(value.shape)} in the file and {tuple(tensors[name].shape)} "
-                "in the model"
+                f"{name} is {tuple(value.shape)} in the file and {tuple(tensors[name].shape)} in "
+                "the model"
             )
         elif problem := _unfit_dtype(value, tensors[name].dtype):
             problems.append(f"{name} {problem}")
@@ -70,8 +70,8 @@ def _unfit_dtype(value: Tensor, dtype: torch.dtype) -> str:
         return ""
     if value.is_complex() or (value.is_floating_point() and not dtype.is_floating_point):
         return (
-            f"is {value.dtype} in the file and {dtype} in the model; real numbers are needed "
-            "for real numbers."
+            f"is {value.dtype} in the file and {dtype} in the model; real numbers are needed for "
+            "real numbers."
         )
     back = value.to(dtype)
     if dtype.is_floating_point:

@@ -52,8 +52,7 @@ def lock_folder(path: Path) -> int:
         os.close(handle)
         raise ConfigError(
             f"the folder {path} was asked for; the run of process {owner or 'unknown'} is writing "
-            "there. "
-            "Wait for it to end, or name another."
+            "there. Wait for it to end, or name another."
         ) from error
     except OSError:
         os.close(handle)

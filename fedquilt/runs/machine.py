@@ -54,8 +54,8 @@ class Machine:
         if self.name not in (*ENGINES, AUTO):
             engine_names = (*ENGINES, AUTO)
             problems["name"] = (
-                f"{self.name!r} was asked for; there is no such engine."
-                f"{nearest(self.name, engine_names)}"
+                f"{self.name!r} was asked for; there is no such "
+                f"engine.{nearest(self.name, engine_names)}"
             )
         if why := unfit(self.precision, self.device):
             problems["precision"] = why

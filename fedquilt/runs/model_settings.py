@@ -145,9 +145,8 @@ class Model(Choice):
             kind = "numbers" if sample.is_floating_point() else "tokens"
             raise ConfigError(
                 f"the model {self.name!r} was asked for; it is for samples such as "
-                f"{spec_of_model.input_shape}, and {data.name} "
-                f"has {kind} of shape {tuple(sample.shape)}. Made for these: {fitting}; or a "
-                "module of yours, "
+                f"{spec_of_model.input_shape}, and {data.name} has {kind} of shape "
+                f"{tuple(sample.shape)}. Made for these: {fitting}; or a module of yours, "
                 "file.py:factory."
             ) from error
 
@@ -173,8 +172,8 @@ def traced(
     if init:
         raise ConfigError(
             f"init = {init!r} was asked for with {len(models)} models; weights of one model can be "
-            "loaded. Leave init "
-            "out, or trace each model in Python: fq.union({name: fq.trace(module, example), …})."
+            "loaded. Leave init out, or trace each model in Python: fq.union({name: "
+            "fq.trace(module, example), …})."
         )
     return union({name: model.trace(data, "", task) for name, model in net_names(models).items()})
 
@@ -225,9 +224,8 @@ def searched(
     if terms.needs_supernet and not settings.supernet:
         raise ConfigError(
             f"{type(method).__name__} was asked for with nets that start from a supernet's "
-            "weights, and no supernet "
-            "was given. --supernet FILE names one, or model.supernet in a file; `fedquilt supernet "
-            "train` makes one."
+            "weights, and no supernet was given. --supernet FILE names one, or model.supernet in a "
+            "file; `fedquilt supernet train` makes one."
         )
     account: Literal["pair", "private"] = "pair" if terms.bounds_pair else "private"
     nets = settings.search(

@@ -118,9 +118,8 @@ def check_fleet(federation: Federation, server: Server, fleet: Fleet, engine: En
     for library in draws.names:
         _log.warning(
             "%s.plan draws from %s's global generator. Its plans differ between repeated, resumed "
-            "and distributed "
-            "runs. fedquilt.noise draws by keys such as noise.key(world.seed, server.round, "
-            "client.id).",
+            "and distributed runs. fedquilt.noise draws by keys such as noise.key(world.seed, "
+            "server.round, client.id).",
             type(method).__name__,
             library,
         )
@@ -139,8 +138,7 @@ def _warn_of_single_channels(budget: Budget, fitted: Arch, world: World) -> None
     if narrow:
         _log.warning(
             "a share of %g is less than one channel on %d of %d axes, such as %r with %d channels. "
-            "One channel is "
-            "trained there.",
+            "One channel is trained there.",
             budget.share,
             len(narrow),
             len(fitted.widths),
@@ -209,8 +207,7 @@ def _warn_of_idle_nets(
     if idle := [net for net in layout.nets[1:] if net not in busy]:
         _log.warning(
             "%s lets no client train %s of the union's nets %s. FedDF, DS-FL and Fed-ET give every "
-            "client the "
-            "largest net that fits its budget.",
+            "client the largest net that fits its budget.",
             type(method).__name__,
             ", ".join(map(repr, idle)),
             ", ".join(map(repr, layout.nets)),
@@ -248,12 +245,10 @@ def _check_warmup(data: FederatedData, learner: Learner) -> None:
         client = int((sizes == size).nonzero()[0])
         raise ConfigError(
             f"local.within_round.warmup_steps = {local.within_round.warmup_steps} was asked for; "
-            f"client {client} takes "
-            f"{steps} step{'s'[: steps != 1]} in a round (samples: {size}, batch_size: "
-            f"{local.batch_size}, epochs: "
-            f"{local.epochs}), and one of them must follow the warm-up. At most {steps - 1} would "
-            "work, or "
-            "warmup_share = 0.1, which is a share of each client's own steps."
+            f"client {client} takes {steps} step{'s'[: steps != 1]} in a round (samples: {size}, "
+            f"batch_size: {local.batch_size}, epochs: {local.epochs}), and one of them must follow "
+            f"the warm-up. At most {steps - 1} would work, or warmup_share = 0.1, which is a share "
+            "of each client's own steps."
         )
 
 
@@ -287,8 +282,7 @@ def _check_learner(method: Method, learner: Learner, world: World) -> None:
     if learner.task != task:
         raise ConfigError(
             f"{type(method).__name__}.learner returned a learner for {learner.task}; the run's "
-            f"task is {task}. Begin "
-            "with super().learner(job, world), or pass task=world.task."
+            f"task is {task}. Begin with super().learner(job, world), or pass task=world.task."
         )
     if learner.taught and type(task).divergences is Task.divergences:
         nothing = torch.zeros(world.family.output_shape)

@@ -80,8 +80,7 @@ def prepare(
     if fleet.num_clients > data.num_clients:
         raise ConfigError(
             f"the fleet has {fleet.num_clients} clients, but {data.name} is dealt to "
-            f"{data.num_clients}. "
-            "Deal it to as many as the fleet has."
+            f"{data.num_clients}. Deal it to as many as the fleet has."
         )
     evaluation = evaluation or Evaluation()
     given_parts = Given(family, data.origin)

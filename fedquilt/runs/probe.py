@@ -115,9 +115,8 @@ def probe(
     except BudgetError as error:
         raise BudgetError(
             f"{target.samples} samples in {target.epoch_seconds:g} s were asked of this machine "
-            f"({device}); it trains "
-            f"{macs * rate:,.0f} multiply-adds a second. {error} More seconds or fewer samples "
-            "would help."
+            f"({device}); it trains {macs * rate:,.0f} multiply-adds a second. {error} More "
+            "seconds or fewer samples would help."
         ) from error
     return Probe(
         device=device,

@@ -159,8 +159,7 @@ def _method(method: Method, rounds: int) -> Method:
     if not is_same(method.settled(rounds), method):
         raise ConfigError(
             f"{type(method).__name__} was not settled for {rounds} rounds, and a file would do "
-            "that. "
-            f"fq.prepare(method.settled({rounds}), …) does it in Python."
+            f"that. fq.prepare(method.settled({rounds}), …) does it in Python."
         )
     return method
 
@@ -191,16 +190,14 @@ def _traced_model(tracing: Tracing | JoinedTracings | None, family: Family) -> M
     if tracing.has_variants:
         raise ConfigError(
             "the model was traced with stages (fq.with_stages); files have them as settings of the "
-            "method: "
-            "ProgFed(stages=…), with fq.trace(net, example)."
+            "method: ProgFed(stages=…), with fq.trace(net, example)."
         )
     source = tracing.source
     if not callable(source) or isinstance(source, torch.nn.Module):
         raise ConfigError(
             f"fq.trace was given a {type(source).__name__} that was made already, of which neither "
-            "arguments nor "
-            "weights are known. fq.trace(net, example) fits, with the function or class that makes "
-            "it."
+            "arguments nor weights are known. fq.trace(net, example) fits, with the function or "
+            "class that makes it."
         )
     factory, options = _call_of(source)
     listed = (name for name, spec in MODELS.items() if spec.factory is factory)
@@ -237,8 +234,7 @@ def _source(origin: Origin | None, num_clients: int, seed: int) -> Source:
     if origin.partition is not None and origin.num_clients != num_clients:
         raise ConfigError(
             f"the samples were dealt to {origin.num_clients} clients, and the fleet has "
-            f"{num_clients}. Deal them to "
-            f"as many: deal({num_clients})."
+            f"{num_clients}. Deal them to as many: deal({num_clients})."
         )
     factory, options = origin.factory, _plain_options(origin.options)
     listed = (name for name, source in DATA.items() if source is factory)
@@ -336,8 +332,7 @@ def _check_options(
         if not _is_writable(value, takes[key].hint):
             raise ConfigError(
                 f"{argument}: a file cannot hold this value. Numbers, text and lists fit, with a "
-                "type hint that names "
-                "their kind, or a default value in the signature."
+                "type hint that names their kind, or a default value in the signature."
             )
 
 
@@ -409,8 +404,8 @@ def _check_imports(plain: Any) -> None:
         if is_file(code.reference) and (node := next(relative, None)):
             raise ConfigError(
                 f"{code.reference} imports from its own package in line {node.lineno}, which a "
-                "file by itself cannot. "
-                "Install the package (pip install -e), or import by the full name."
+                "file by itself cannot. Install the package (pip install -e), or import by the "
+                "full name."
             )
 
 

@@ -189,10 +189,8 @@ class Run(Trained):
             return
         _log.warning(
             "all %d clients of round %d missed the deadline of %g s, so that the model stays as it "
-            "was. The fastest "
-            "takes at least %.3g s; a later deadline (link.clock.deadline) would let it take part. "
-            "Later rounds of "
-            "this kind are recorded without a warning.",
+            "was. The fastest takes at least %.3g s; a later deadline (link.clock.deadline) would "
+            "let it take part. Later rounds of this kind are recorded without a warning.",
             len(played.late),
             played.record.round,
             self.link.deadline,
@@ -252,10 +250,8 @@ class Run(Trained):
         if not self.engine.has_validation:
             raise ConfigError(
                 f"{request}; clients of {self.data.name} hold back none. data.with_validation(0.1) "
-                "in Python, "
-                "data.validation = 0.1 in a file, holds back a tenth of every client's training "
-                "samples before a run. "
-                f"Without them {self._rounds_there} can be deployed."
+                "in Python, data.validation = 0.1 in a file, holds back a tenth of every client's "
+                f"training samples before a run. Without them {self._rounds_there} can be deployed."
             )
         reason = (
             "no round has been tested on them yet"
@@ -286,8 +282,7 @@ class Run(Trained):
             hint = "" if self.folder else " A run with a folder (out=DIR) keeps checkpoints."
             raise ConfigError(
                 f"the state after round {round} was asked for; it was not kept. "
-                f"{self._rounds_there} can be "
-                f"deployed.{hint}"
+                f"{self._rounds_there} can be deployed.{hint}"
             )
         return state_after(folder, round, self)
 

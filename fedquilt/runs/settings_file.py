@@ -59,8 +59,8 @@ def _only_in_python(table: Any, file: Path) -> str:
             ["it was begun by a script, and settings could not be written for all of it:", *reasons]
         )
         remedy = (
-            "\nA new run of the script would have settings with these changes. This one goes "
-            "on in Python"
+            "\nA new run of the script would have settings with these changes. This one goes on in "
+            "Python"
         )
     else:
         why = (
@@ -70,6 +70,5 @@ def _only_in_python(table: Any, file: Path) -> str:
         remedy = " It goes on in Python"
     return (
         f"{why}{remedy}, with the same arguments: fedquilt.run(…, out={str(file.parent)!r}, "
-        "resume=True), whose result "
-        "has deploy, export and per_client."
+        "resume=True), whose result has deploy, export and per_client."
     )

@@ -118,8 +118,8 @@ def utilization_text(summary: Summary) -> str:
     if "utilisation" not in summary:
         return ""
     usage = (
-        f"{summary['utilisation']:.1%} of the limits' multiply-adds are used by the clients' "
-        "own nets"
+        f"{summary['utilisation']:.1%} of the limits' multiply-adds are used by the clients' own "
+        "nets"
     )
     common = summary.get("common_utilisation")
     comparison = (

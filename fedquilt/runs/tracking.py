@@ -75,8 +75,7 @@ class Tracking(ABC):
         if self.package and importlib.util.find_spec(self.package) is None:
             raise ConfigError(
                 f"tracking with {type(self).__name__} was asked for; it needs the package "
-                f"{self.package}, which is not "
-                f"installed: {how_to_install(self.extra)}."
+                f"{self.package}, which is not installed: {how_to_install(self.extra)}."
             )
 
     @abstractmethod
@@ -308,8 +307,8 @@ def tracked(
                 raise
             except Exception as error:
                 raise ConfigError(
-                    f"tracking with {type(tracking).__name__} was asked for; "
-                    f"it could not be opened. {said(error)}"
+                    f"tracking with {type(tracking).__name__} was asked for; it could not be "
+                    f"opened. {said(error)}"
                 ) from error
         yield lambda record: _each(
             opened, f"in round {record.round}", lambda tracker: tracker.log(record)
