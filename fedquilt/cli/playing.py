@@ -83,7 +83,6 @@ class RunLoop:
                 run,
                 self.experiment.rounds,
                 folder=folder,
-                path=folder.path if folder else None,
                 trackers=self.experiment.trackers,
                 settings=write(self.experiment),
                 watch=begin(run.server.round, labels, run.world.task.main.is_rate, status),

@@ -33,7 +33,7 @@ _log = logging.getLogger("fedquilt.runs")
 
 
 @enough_memory("setting up the run")
-def prepare(
+def prepare(  # noqa: PLR0913
     method: Method,
     family: Family,
     data: FederatedData,
@@ -47,27 +47,40 @@ def prepare(
     link: Link = PERFECT,
     task: Task | str | None = None,
 ) -> Run:
-    """Return a run that has not begun.
+    """Build a run from its parts without training it.
 
-    The method is used as it is. `run` settles it for its number of rounds first. For methods that
-    depend on that number, pass `method.settled(rounds)`.
+    All parts are checked here, so that mistakes are reported before the first round. `Run.train`
+    then trains any number of rounds.
+
+    The method is used as it is, while `run` first calls `method.settled(rounds)`. For a method that
+    depends on the number of rounds, pass `method.settled(rounds)` here.
 
     Args:
-        method: Method of federated learning, with its settings.
-        family: Model, as `fq.trace` returns it.
-        data: Samples of the clients.
-        fleet: Clients and their budgets.
-        engine: Name of an engine, or an engine, such as that of another run. The device and
-            precision of a given engine apply, and its captured graphs are used again for the same
-            family and samples.
-        seed: Random seed of the run.
-        device: Device that clients are trained on, as torch names it.
-        precision: Precision of training.
+        method: Method of federated learning with its settings, such as `fq.methods.HeteroFL()`.
+        family: Model whose sub-models are trained, as `fq.trace` returns it.
+        data: Samples, partitioned among at least as many clients as the fleet has.
+        fleet: Clients, their budgets, and how many of them are sampled in a round.
+        engine: Name of an engine (`fedquilt list engines`), or an engine object. The engine of
+            another run on the same family and samples keeps its captured CUDA graphs.
+        seed: Random seed of initial weights, cohorts and batches, from 0 to 2**63 - 1.
+        device: Device that clients are trained on, as torch names it. No effect if `engine` is an
+            object.
+        precision: Precision of training: `fp32`, `fp64`, `tf32` or `bf16`. No effect if `engine` is
+            an object.
         evaluation: When and how to evaluate. None: the defaults of `Evaluation`.
-        client_state_memory: Bytes of client states kept in memory. Further states are kept on disk.
-        link: Link between server and clients. The default loses nothing.
-        task: Loss and metrics, or the name of a task. None: it is inferred from all training
+        client_state_memory: Bytes of client states that are kept in memory. Further states are kept
+            on disk. No effect for methods whose clients keep no state.
+        link: Link between server and clients. The default loses nothing, encodes nothing and takes
+            no time.
+        task: Loss and metrics, or the name of a task. None: the task is inferred from all training
             targets and the model's output.
+
+    Returns:
+        The run before its first round.
+
+    Raises:
+        ConfigError: Some parts do not fit together.
+        BudgetError: No sub-model fits the budget of some client.
     """
     check_argument("run", method, Method, "fq.methods.FedAvg()")
     check_kinds(method)
@@ -79,56 +92,67 @@ def prepare(
     link.check(fleet.num_clients)
     if fleet.num_clients > data.num_clients:
         raise ConfigError(
-            f"the fleet has {fleet.num_clients} clients, but {data.name} is dealt to "
-            f"{data.num_clients}. Deal it to as many as the fleet has."
+            f"the fleet has {fleet.num_clients} clients, but {data.name} is partitioned among "
+            f"{data.num_clients}. Partition it among as many clients as the fleet has."
         )
     evaluation = evaluation or Evaluation()
     given_parts = Given(family, data.origin)
+
     family = method.adapt(family)
     data = evaluation.samples(data.among(fleet.num_clients))
     family.check_stateless()
     check_inputs(family, data)
+    simulation = _engine_of(engine, data, device, precision)
+    task = task_of(task, family, data)
+    _warn_of_outputs(task, family, data)
+
+    public = simulation.data.public_samples
+    world = World(family, seed, simulation.precision, public, task, fleet.num_clients)
+    federation = Federation(world, method, link)
+    link.check_codec(world, simulation.device)
+    server = placed(_initial_server(federation), simulation.device)
+    simulation.begin(federation)
+    check_run_task(federation, simulation)
+    check_public_samples(federation, simulation)
+    check_fleet(federation, server, fleet, simulation)
+    check_nets(federation, server, fleet, simulation, evaluation)
+
+    memory = ClientStates(client_state_memory, simulation.device)
+    memory.update(server.memory)
+    server = replace(server, memory=memory)
+    return Run(federation, fleet, simulation, evaluation, server, given=given_parts)
+
+
+def _engine_of(
+    engine: str | Simulation, data: FederatedData, device: str, precision: Precision
+) -> Simulation:
+    """Return an engine for the data, created by its name or taken over from another run."""
     if isinstance(engine, Simulation):
-        engine = engine.with_data(data)
-    elif not isinstance(engine, str):
-        finding = (
-            f"the class {engine.__name__}"
-            if isinstance(engine, type)
-            else f"a {type(engine).__name__}"
-        )
+        return engine.with_data(data)
+    if not isinstance(engine, str):
+        finding = f"a {type(engine).__name__}"
+        if isinstance(engine, type):
+            finding = f"the class {engine.__name__}"
         raise ConfigError(
             f"run was given {finding} as the engine; a name that `fedquilt list engines` shows "
             "would work, or an instance of a class derived from fedquilt.engines.Simulation."
         )
-    else:
-        known(DTYPES, precision, "precision")
-        options = EngineOptions(device_of(device), precision)
-        engine = known(ENGINES, engine, "engine").create(data, options)
-    task = task_of(task, family, data)
-    _warn_of_outputs(task, family, data)
-    world = World(
-        family, seed, engine.precision, engine.data.public_samples, task, fleet.num_clients
-    )
-    federation = Federation(world, method, link)
-    link.check_codec(world, engine.device)
-    server = method.init(world)
+    known(DTYPES, precision, "precision")
+    options = EngineOptions(device_of(device), precision)
+    return known(ENGINES, engine, "engine").create(data, options)
+
+
+def _initial_server(federation: Federation) -> Server:
+    """Return the server's state before the first round, as the method creates it."""
+    method = federation.method
+    server = method.init(federation.world)
     if not isinstance(server, Server):
         finding = "nothing" if server is None else f"a {type(server).__name__}"
         raise ConfigError(
             f"{type(method).__name__}.init returned {finding}; a Server is needed: "
             "super().init(world)."
         )
-    server = placed(server, engine.device)
-    engine.begin(federation)
-    check_run_task(federation, engine)
-    check_public_samples(federation, engine)
-    check_fleet(federation, server, fleet, engine)
-    check_nets(federation, server, fleet, engine, evaluation)
-    memory = ClientStates(client_state_memory, engine.device)
-    memory.update(server.memory)
-    return Run(
-        federation, fleet, engine, evaluation, replace(server, memory=memory), given=given_parts
-    )
+    return server
 
 
 def task_of(task: Task | str | None, family: Family, data: Pool) -> Task:
@@ -146,7 +170,7 @@ def task_of(task: Task | str | None, family: Family, data: Pool) -> Task:
             _log.warning(
                 "the targets of %s are masks, and no task was named: pixels are classified, and "
                 "accuracy is reported. The task segmentation trains by cross-entropy and Dice and "
-                "reports Dice. To name the task classification leaves this message out.",
+                "reports Dice. Name the task classification to suppress this message.",
                 data.name,
             )
         return inferred

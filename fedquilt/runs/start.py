@@ -29,7 +29,7 @@ from fedquilt.runs.tracking import Tracking
 from fedquilt.tasks import Task
 
 
-def run(
+def run(  # noqa: PLR0913
     method: Method,
     family: Family,
     data: FederatedData,
@@ -49,44 +49,86 @@ def run(
     link: Link = PERFECT,
     task: Task | str | None = None,
 ) -> Run:
-    """Train a family on a fleet's data, and return the finished run.
+    """Train a model on the data of a fleet, and return the finished run.
 
-    The command line can open the folder `out` if all parts can be made again by their names
-    (docs/runs.md). An error that is raised in a round has the run, with its last good state, as
-    `error.run`.
+    Each round samples clients and sends every one a sub-model that fits its budget. The clients
+    train on their own samples, and the server merges what they send back. `prepare` builds the same
+    run without training it.
+
+    With `out`, settings, records and checkpoints are written to a folder, from which the run can be
+    resumed after a crash. The command line can open the folder, too, if files can name all parts of
+    the run (docs/runs.md).
 
     Args:
-        method: Method of federated learning, with its settings.
-        family: Model, as `fq.trace` returns it.
-        data: Samples of the clients.
-        fleet: Clients and their budgets.
-        engine: Name of an engine, or an engine, such as that of another run.
-        rounds: Total number of rounds.
-        seed: Random seed of the run.
-        device: Device that clients are trained on, as torch names it.
-        precision: Precision of training.
+        method: Method of federated learning with its settings, such as `fq.methods.HeteroFL()`.
+        family: Model whose sub-models are trained, as `fq.trace` returns it.
+        data: Samples, partitioned among at least as many clients as the fleet has.
+        fleet: Clients, their budgets, and how many of them are sampled in a round.
+        engine: Name of an engine (`fedquilt list engines`), or an engine object. The engine of
+            another run on the same family and samples keeps its captured CUDA graphs.
+        rounds: Number of rounds that the run has at the end. A resumed run trains the missing ones.
+        seed: Random seed of initial weights, cohorts and batches, from 0 to 2**63 - 1.
+        device: Device that clients are trained on, as torch names it. No effect if `engine` is an
+            object.
+        precision: Precision of training: `fp32`, `fp64`, `tf32` or `bf16`. No effect if `engine` is
+            an object.
         evaluation: When and how to evaluate. None: the defaults of `Evaluation`.
-        watch: Function that is called with the record of every round. None: none is.
-        out: Folder that the run is recorded in. None: it is not recorded.
-        resume: Continue from the checkpoint in `out`. No effect if the folder has no run.
-        checkpoint: Settings of when to save a checkpoint.
-        client_state_memory: Bytes of client states kept in memory. Further states are kept on disk.
-        trackers: Trackers that log the records: TensorBoard, Weights & Biases, MLflow
-            (`tracking.py`).
+        watch: Function that is called with the `Record` of every round when it has ended. None:
+            no function is called.
+        out: Folder that the run is written to. It may exist, but must have no run unless `resume`
+            is True. None: nothing is written.
+        resume: True: continue from the newest checkpoint in `out`. No effect if there is none.
+        checkpoint: How often a checkpoint is saved. No effect without `out`.
+        client_state_memory: Bytes of client states that are kept in memory. Further states are kept
+            on disk. No effect for methods whose clients keep no state.
+        trackers: Trackers that log the records as well: `TensorBoard`, `WandB` or `MLflow` of
+            `fedquilt.runs.tracking`. Empty: none.
         link: Link between server and clients, such as `fq.Link.preset("lossy-mild")`. The default
-            loses nothing.
+            loses nothing, encodes nothing and takes no time.
         task: Loss and metrics, such as `fq.tasks.Regression(loss="huber")`, or a name of `fedquilt
-            list tasks`. None: it is inferred from the targets and the model's output.
+            list tasks`. None: the task is inferred from the targets and the model's output.
+
+    Returns:
+        The run after its last round, to evaluate, deploy, export or train further.
+
+    Raises:
+        ConfigError: Some arguments do not fit together, or `out` already has a run.
+        BudgetError: No sub-model fits the budget of some client.
+        TrainingError: Local training of a client failed. Every error of a round has the run with
+            its last completed round as `error.run`.
+
+    Example:
+        Half of the clients train the whole net, and the other half trains half of its channels.
+
+        >>> import torch
+        >>> import fedquilt as fq
+        >>> samples = torch.arange(96.0).reshape(24, 4) / 96, torch.arange(24) % 2
+        >>> data = fq.data.Pool.of(samples, test=samples).partition(4)
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> family = fq.trace(net, data.example)
+        >>> fleet = fq.Fleet.of([1.0, 0.5], num_clients=4, cohort=2)
+        >>> run = fq.run(fq.methods.HeteroFL(), family, data, fleet, rounds=3)
+        >>> [record.round for record in run.records]
+        [1, 2, 3]
+        >>> sorted(run.accuracy)  # Keys are the shares of the model that were evaluated.
+        ['0.5', '1.0']
+        >>> run.deploy(share=0.5)
+        Sequential(
+          (0): Linear(in_features=4, out_features=4, bias=True)
+          (1): ReLU()
+          (2): Linear(in_features=4, out_features=2, bias=True)
+        )
     """
     rounds = whole_number("rounds", rounds)
     for tracker in trackers:
         tracker.check()
     check_argument("run", method, Method, "fq.methods.FedAvg()")
     is_resumed = resume and out is not None and holds_a_run(Path(out))
-    settled_for = rounds_planned(Path(out), rounds) if out and is_resumed else rounds
-    method = method.settled(settled_for)
+    settled_for = rounds
+    if out is not None and is_resumed:
+        settled_for = rounds_planned(Path(out), rounds)
     prepared = prepare(
-        method,
+        method.settled(settled_for),
         family,
         data,
         fleet,
@@ -102,23 +144,18 @@ def run(
     prepared.settled_for = settled_for
     try:
         with ExitStack() as stack:
-            folder = None
-            if out is not None:
-                folder = stack.enter_context(
-                    Folder.resume(out, checkpoint)
-                    if is_resumed
-                    else Folder.create(
-                        out, config_text(prepared, rounds, checkpoint, trackers), checkpoint
-                    )
-                )
-                if is_resumed:
-                    folder.load(prepared)
-                    folder.extend(rounds)
+            folder: Folder | None = None
+            if out is not None and is_resumed:
+                folder = stack.enter_context(Folder.resume(out, checkpoint))
+                folder.load(prepared)
+                folder.extend(rounds)
+            elif out is not None:
+                config = config_text(prepared, rounds, checkpoint, trackers)
+                folder = stack.enter_context(Folder.create(out, config, checkpoint))
             complete(
                 prepared,
                 rounds,
                 folder=folder,
-                path=Path(out) if out else None,
                 trackers=trackers,
                 settings=_tracked_settings(prepared, rounds) if trackers else {},
                 watch=watch,

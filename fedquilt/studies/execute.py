@@ -226,7 +226,6 @@ def perform(planned: PlannedRun, path: Path | None, grounds: Grounds, watch: Wat
                 run,
                 experiment.rounds,
                 folder=folder,
-                path=path,
                 trackers=experiment.trackers,
                 settings=plain_settings(experiment),
                 watch=watch.begin(planned, Display.of(run, experiment.rounds)),
