@@ -28,6 +28,8 @@ from fedquilt.config.wording import shown_hint
 from fedquilt.config.writing import write
 from fedquilt.errors import ConfigError
 
+Rows = dict[str, dict[str, Any]]  # Type, default and comment of each setting, by its path
+
 
 def described(kind: Callable[..., Any]) -> dict[str, dict[str, Any]]:
     """Return types (`options`), `defaults` and comments (`help`) of all settings of a class."""
@@ -43,9 +45,7 @@ def described(kind: Callable[..., Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def leaves(
-    kind: Callable[..., Any], base: Any = UNSET, path: str = ""
-) -> dict[str, dict[str, Any]]:
+def leaves(kind: Callable[..., Any], base: Any = UNSET, path: str = "") -> Rows:
     """Return every single value that can be set, by its path, with type, default and comment.
 
     If a name selects a table, the values of the other tables follow as `path (name)`. A value that
@@ -56,80 +56,86 @@ def leaves(
         base: Instance whose values are shown as defaults. UNSET: the defaults of `kind` are.
         path: Prefix of the paths. Empty: `kind` is the top level.
     """
-    rows: dict[str, dict[str, Any]] = {}
+    rows: Rows = {}
     helps = comments(kind)
     for name, parameter in _parameters_of(kind).items():
-        value, leaf_path = (
-            parameter.default if base is UNSET else getattr(base, name),
-            f"{path}{name}",
-        )
-        kinds = [option for option in members(parameter.hint) if is_table(option)]
+        leaf_path = f"{path}{name}"
+        help = helps.get(name, "")
+        value = parameter.default
+        if base is not UNSET:
+            value = getattr(base, name)
+        has_tables = any(is_table(option) for option in members(parameter.hint))
         if is_dataclass(value):
-            inner_rows = leaves(type(value), value, f"{leaf_path}.")
-            if len(kinds) > 1 or any(option in TABLES for option in kinds):
-                named = choices(kinds)
-                default_name, help = label(type(value)), helps.get(name, "")
-                rows[leaf_path] = {
-                    "type": " | ".join(named),
-                    "default": default_name,
-                    "what it is": help,
-                }
-                # A table that may contain itself, such as a method that wraps another, is left out,
-                # because its rows would have no end.
-                alternatives = {
-                    name_in_file: leaves(option, path=f"{leaf_path}.")
-                    for name_in_file, option in named.items()
-                    if option is not type(value) and option is not kind
-                }
-                inner_rows |= _rows_of_variants(inner_rows, alternatives)
-            rows |= inner_rows
-        elif value is None and kinds:
-            named = choices(kinds)
-            rows[leaf_path] = {
-                "type": shown_hint(parameter.hint),
-                "default": "none",
-                "what it is": helps.get(name, ""),
-            }
-            for name_in_file, option in named.items():
-                suffix = f" ({name_in_file})" if len(named) > 1 else ""
-                rows |= {
-                    f"{leaf}{suffix}": row
-                    for leaf, row in leaves(option, path=f"{leaf_path}.").items()
-                }
+            rows |= _rows_of_table(kind, parameter.hint, value, leaf_path, help)
+        elif value is None and has_tables:
+            rows |= _rows_of_optional(parameter.hint, leaf_path, help)
         else:
-            shown = (
-                "needed"
-                if value is UNSET
-                else json.dumps(_shown_default(Parameter(parameter.hint, value)))
-            )
-            rows[leaf_path] = {
-                "type": shown_hint(parameter.hint),
-                "default": shown,
-                "what it is": helps.get(name, ""),
-            }
+            shown = "needed"
+            if value is not UNSET:
+                shown = json.dumps(_shown_default(Parameter(parameter.hint, value)))
+            rows[leaf_path] = _row(shown_hint(parameter.hint), shown, help)
     return rows
 
 
-def _rows_of_variants(
-    chosen: Mapping[str, dict[str, Any]], others: Mapping[str, Mapping[str, dict[str, Any]]]
-) -> dict[str, dict[str, Any]]:
+def _row(kind: str, default: str, help: str) -> dict[str, Any]:
+    return {"type": kind, "default": default, "what it is": help}
+
+
+def _rows_of_table(owner: Callable[..., Any], hint: Any, value: Any, path: str, help: str) -> Rows:
+    """Return the rows of a field whose default is a dataclass, and of the other variants.
+
+    Args:
+        owner: Class that has the field.
+        hint: Type hint of the field.
+        value: Default of the field.
+        path: Path of the field.
+        help: Comment on the field.
+    """
+    rows = leaves(type(value), value, f"{path}.")
+    kinds = [option for option in members(hint) if is_table(option)]
+    if len(kinds) == 1 and kinds[0] not in TABLES:
+        return rows
+    named = choices(kinds)
+    # A table that may contain itself, such as a method that wraps another, is left out, because
+    # its rows would have no end.
+    alternatives = {
+        name: leaves(option, path=f"{path}.")
+        for name, option in named.items()
+        if option is not type(value) and option is not owner
+    }
+    first = {path: _row(" | ".join(named), label(type(value)), help)}
+    return {**first, **rows, **_rows_of_variants(rows, alternatives)}
+
+
+def _rows_of_optional(hint: Any, path: str, help: str) -> Rows:
+    """Return the rows of a field that is None by default, and of the tables that it may have."""
+    rows = {path: _row(shown_hint(hint), "none", help)}
+    named = choices([option for option in members(hint) if is_table(option)])
+    for name, option in named.items():
+        suffix = f" ({name})" if len(named) > 1 else ""
+        for leaf, row in leaves(option, path=f"{path}.").items():
+            rows[f"{leaf}{suffix}"] = row
+    return rows
+
+
+def _rows_of_variants(default_rows: Rows, variants: Mapping[str, Rows]) -> Rows:
     """Return the rows of the tables that are not selected, as `path (name)`.
 
     A row that the selected table has as well is left out if every table has the setting. If some
     table lacks it, as plain SGD lacks `beta1`, each of the others shows it.
 
     Args:
-        chosen: Rows of the default table, by path.
-        others: Rows of the other tables by path, by the name of the table.
+        default_rows: Rows of the default table, by path.
+        variants: Rows of the other tables by path, by the name of the table.
     """
-    settable = [{path.split()[0] for path in rows} for rows in (chosen, *others.values())]
-    everywhere = set.intersection(*settable)
-    return {
-        f"{path} ({name})": row
-        for name, rows in others.items()
-        for path, row in rows.items()
-        if chosen.get(path) != row or path.split()[0] not in everywhere
-    }
+    settable = [{path.split()[0] for path in rows} for rows in (default_rows, *variants.values())]
+    in_every_table = set.intersection(*settable)
+    rows = {}
+    for name, rows_of_variant in variants.items():
+        for path, row in rows_of_variant.items():
+            if default_rows.get(path) != row or path.split()[0] not in in_every_table:
+                rows[f"{path} ({name})"] = row
+    return rows
 
 
 def _parameters_of(kind: Callable[..., Any]) -> dict[str, Parameter]:

@@ -82,26 +82,23 @@ def read(kind: Any, plain: Any, path: str, problems: list[Problem], base: Any = 
         return UNSET if UNSET in table.values() else table
     value = _scalar(kind, plain)
     if value is UNSET:
-        bits = (
-            " of at most 64 bits"
-            if kind in (int, float) and isinstance(plain, (int, float))
-            else ""
+        is_too_large = kind in (int, float) and isinstance(plain, (int, float))
+        bits = " of at most 64 bits" if is_too_large else ""
+        text = (
+            f"{shown_value(plain)} was found; {fitting_values(kind)}{bits} would fit."
+            f"{suggestion(kind, plain)}"
         )
-        text = f"{shown_value(plain)} was found; {fitting_values(kind)}{bits} would fit.{suggestion(kind, plain)}"
         problems.append(Problem(path, text))
     return value
 
 
 def _scalar(kind: Any, plain: Any) -> Any:
+    """Return a number, a text, a boolean or None if it fits a type hint, else UNSET."""
     if get_origin(kind) is Literal:
-        return next(
-            (
-                choice
-                for choice in get_args(kind)
-                if choice == plain and type(choice) is type(plain)
-            ),
-            UNSET,
+        is_choice = any(
+            choice == plain and type(choice) is type(plain) for choice in get_args(kind)
         )
+        return plain if is_choice else UNSET
     if kind is None or kind is types.NoneType:
         return None if plain is None or plain == "none" else UNSET
     is_integer = (
@@ -116,6 +113,7 @@ def _scalar(kind: Any, plain: Any) -> Any:
 
 
 def _read_sequence(kind: Any, plain: Sequence[Any], path: str, problems: list[Problem]) -> Any:
+    """Read a list as a tuple, whose type hint may fix its length."""
     args = get_args(kind)
     has_fixed_length = get_origin(kind) is tuple and Ellipsis not in args
     if has_fixed_length and len(plain) != len(args):
@@ -135,6 +133,7 @@ def _read_sequence(kind: Any, plain: Sequence[Any], path: str, problems: list[Pr
 def _read_union(
     kinds: Sequence[Any], plain: Any, path: str, problems: list[Problem], base: Any
 ) -> Any:
+    """Read a value as the first kind of a union that fits. Tables are selected by their name."""
     tables = [kind for kind in kinds if is_table(kind)]
     other_kinds = [kind for kind in kinds if not is_table(kind)]
     takes_mappings = any(get_origin(kind) in (dict, Mapping) for kind in other_kinds)
@@ -160,7 +159,7 @@ def _read_union(
             Sequence,
             list,
         ):
-            problems += trial  # Of all kinds this is the one that was meant.
+            problems += trial  # A list or a table can only be meant as this kind.
             return UNSET
     fitting = " or ".join(fitting_values(kind) for kind in kinds if kind is not types.NoneType)
     problems.append(Problem(path, f"{shown_value(plain)} was found; {fitting} would fit."))
@@ -347,6 +346,7 @@ def _call_factory(
 
 
 def _preset(kind: type, name: Any, path: str, problems: list[Problem]) -> Any:
+    """Return the preset of a class, or UNSET if it has none of that name."""
     presets = getattr(kind, "presets", {})
     if isinstance(name, str) and name in presets:
         return kind.preset(name)  # type: ignore[attr-defined]
@@ -431,11 +431,13 @@ def _problems_of_incomplete(
     return []
 
 
-def _problems_of_error(error: Exception, path: str, own: Mapping[str, Any]) -> list[Problem]:
+def _problems_of_error(
+    error: Exception, path: str, fields_by_name: Mapping[str, Any]
+) -> list[Problem]:
     """Return one problem for each field that an error names, or one for the whole table."""
     if isinstance(error, ConfigError) and error.fields:
         return [
-            Problem(_join(path, key) if key in own else path, text)
+            Problem(_join(path, key) if key in fields_by_name else path, text)
             for key, text in error.fields.items()
         ]
     return [Problem(path, str(error) if isinstance(error, FedquiltError) else said(error))]
@@ -504,9 +506,11 @@ def _read_choice(
 
 
 def _join(path: str, key: str) -> str:
+    """Return the dotted path of a key in a table. A key with other characters is quoted."""
     key = key if re.fullmatch(r"[\w-]+", key) else f'"{key}"'
     return f"{path}.{key}" if path else key
 
 
 def _frozen(plain: Any) -> Any:
+    """Convert lists to tuples, also nested ones, because fields of settings are hashable."""
     return tuple(map(_frozen, plain)) if isinstance(plain, list) else plain

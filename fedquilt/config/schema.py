@@ -79,10 +79,12 @@ def label(kind: type) -> str:
 
 
 def is_table(kind: Any) -> bool:
+    """Return True if a type hint is a dataclass, or a base class with a registry."""
     return isinstance(kind, type) and (is_dataclass(kind) or kind in TABLES)
 
 
 def members(kind: Any) -> Sequence[Any]:
+    """Return the members of a union, or the type hint itself if it is no union."""
     return get_args(kind) if get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
 
 
@@ -100,11 +102,13 @@ def fields_of(kind: Any) -> dict[str, Field[Any]]:
     }
 
 
-def default(one: Field[Any]) -> Any:
+def default(field_info: Field[Any]) -> Any:
     """Return the default of a field, created by its factory if it has one. UNSET: no default."""
-    if one.default is not MISSING:
-        return one.default
-    return UNSET if one.default_factory is MISSING else one.default_factory()
+    if field_info.default is not MISSING:
+        return field_info.default
+    if field_info.default_factory is not MISSING:
+        return field_info.default_factory()
+    return UNSET
 
 
 @cache
@@ -122,11 +126,18 @@ def field_hints(kind: Any) -> Mapping[str, Any]:
     }
 
 
-def evaluated_hint(hint: Any, known: dict[str, Any]) -> Any:
-    """Evaluate a type hint that may be text. Names imported for type checkers alone give Any."""
+def evaluated_hint(hint: Any, names: dict[str, Any]) -> Any:
+    """Evaluate a type hint that may be text.
+
+    If the hint needs a name that is imported for type checkers only, the result is Any.
+
+    Args:
+        hint: A type hint, or its source text.
+        names: Global names of the module that has the hint.
+    """
     try:
         return typing.get_type_hints(
-            types.SimpleNamespace(__annotations__={"one": hint}), known, None, True
-        )["one"]
+            types.SimpleNamespace(__annotations__={"hint": hint}), names, None, True
+        )["hint"]
     except NameError:
         return Any

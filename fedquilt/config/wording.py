@@ -63,6 +63,7 @@ def fitting_values(kind: Any) -> str:
 
 
 def suggestion(kind: Any, plain: Any) -> str:
+    """Return the question for the closest value of a Literal. Empty: none is close."""
     close = (
         difflib.get_close_matches(plain, map(str, get_args(kind)), n=1)
         if isinstance(plain, str)
@@ -72,6 +73,7 @@ def suggestion(kind: Any, plain: Any) -> str:
 
 
 def shown_value(plain: Any) -> str:
+    """Return a plain value as text of at most 60 characters. Tables are not shown in full."""
     if isinstance(plain, bool):
         return str(plain).lower()
     if isinstance(plain, Mapping):
@@ -88,6 +90,7 @@ def _digits(plain: Any) -> str:
 
 
 def with_article(noun: str) -> str:
+    """Return a noun with "a" or "an" before it."""
     return f"an {noun}" if noun[0] in "AEIOUaeiou" else f"a {noun}"
 
 

@@ -25,7 +25,7 @@ def write(value: Any, kind: Any = None) -> Any:
     """
     if value is None:
         if str in members(kind):  # "none" would be read as text.
-            raise ConfigError("None cannot be written to a file where text may stand.")
+            raise ConfigError("None cannot be written to a file where text is allowed.")
         return "none"
     if isinstance(value, Choice):
         setting_fields = {
@@ -77,10 +77,11 @@ def _has_defaults(value: Any) -> bool:
     )
 
 
-def _write_fields(value: Any, own: Mapping[str, Field[Any]]) -> dict[str, Any]:
+def _write_fields(value: Any, fields_by_name: Mapping[str, Field[Any]]) -> dict[str, Any]:
+    """Return the plain values of those fields of a dataclass that files can hold."""
     kind: Any = type(value)
     hints, written = field_hints(kind), {}
-    for key, field_info in own.items():
+    for key, field_info in fields_by_name.items():
         current, default_value = getattr(value, key), default(field_info)
         if current is None and default_value is None:
             continue  # TOML has no null.

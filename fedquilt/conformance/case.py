@@ -82,10 +82,12 @@ class Case:
 
     @property
     def data(self) -> FederatedData:
+        """Return the samples of six clients."""
         return small_data()
 
     @property
     def family(self) -> Family:
+        """Return the net whose sub-models clients train, before the method adapts it."""
         return self._trial[0]
 
     @property
@@ -102,6 +104,7 @@ class Case:
 
     @cached_property
     def fleet(self) -> Fleet:
+        """Return six devices, of which four are sampled in a round."""
         return Fleet.of(self.budgets, NUM_CLIENTS, COHORT)
 
     @cached_property

@@ -66,15 +66,21 @@ def run_environment(run: Run) -> dict[str, Any]:
     }
 
 
-def restore_environment(choices: Mapping[str, Any], run: Run) -> None:
-    torch.set_num_threads(choices["threads"])
-    run.engine = run.engine.with_settings(choices["engine"])
+def restore_environment(saved: Mapping[str, Any], run: Run) -> None:
+    """Set threads and engine settings to those of a checkpoint, and warn of another machine.
+
+    Args:
+        saved: Entries of the checkpoint, as `run_environment` returned them.
+        run: The run that is resumed. Its engine is replaced.
+    """
+    torch.set_num_threads(saved["threads"])
+    run.engine = run.engine.with_settings(saved["engine"])
     environment = run_environment(run)["here"]
-    for name, value in choices["here"].items():
+    for name, value in saved["here"].items():
         if environment.get(name) != value:
             _log.warning(
-                "The run was begun with %s %s and goes on with %s: last digits may differ from an "
-                "uninterrupted one.",
+                "The run was begun with %s %s and continues with %s: last digits may differ from "
+                "those of an uninterrupted run.",
                 name,
                 value,
                 environment.get(name),
@@ -169,6 +175,7 @@ def problem_in_weights(found: Server, own: Server) -> str:
 
 
 def is_round(value: object) -> bool:
+    """Return True if a value can be the number of a round."""
     return type(value) is int and 0 <= value <= MAX_ROUND
 
 

@@ -88,6 +88,7 @@ class Manifest:
 
     @property
     def name(self) -> str:
+        """Return the file name of the manifest."""
         return f"{self.round:08}.json"
 
     @property
@@ -99,9 +100,11 @@ class Manifest:
 
     @property
     def files(self) -> set[str]:
+        """Return the names of all files of the checkpoint, including the manifest."""
         return {self.name, self.server.name, *(pack.name for pack in self.memory)}
 
     def to_json(self) -> str:
+        """Return the text of the manifest with its checksum."""
         plain = {"format": FORMAT, **asdict(self)}
         return json.dumps({**plain, "sha256": _digest(plain)}, indent=1) + "\n"
 
@@ -166,6 +169,7 @@ class Checkpoints:
 
     @property
     def exist(self) -> bool:
+        """Return True if the folder has at least one manifest."""
         return any(self.folder.glob("*.json"))
 
     @property
@@ -277,7 +281,7 @@ class Checkpoints:
                 damaged.append(f"{path.stem}: {damage}")
                 continue
             for line in damaged:
-                _log.warning("Checkpoint %s. Going on from round %d instead.", line, manifest.round)
+                _log.warning("Checkpoint %s. Resuming from round %d instead.", line, manifest.round)
             self._intact = [manifest]
             self._older = self._best_of(manifest)
             return server, manifest

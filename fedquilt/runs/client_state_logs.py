@@ -17,6 +17,7 @@ from typing import BinaryIO
 from weakref import finalize
 
 import torch
+from typing_extensions import override
 
 from fedquilt.errors import RecordError
 from fedquilt.names import said
@@ -38,15 +39,24 @@ class Log(ABC):
         self.entries: dict[Key, tuple[int, int]] = {}  # Offset and size in bytes
         self.live = 0  # Bytes of all current entries
 
-    def enter(self, key: Key, at: int, size: int) -> None:
-        self.entries[key] = at, size
+    def enter(self, key: Key, offset: int, size: int) -> None:
+        """Add the entry of a blob.
+
+        Args:
+            key: Client and scope.
+            offset: Byte of the file at which the blob begins.
+            size: Bytes of the blob.
+        """
+        self.entries[key] = offset, size
         self.live += size
 
     def forget(self, key: Key) -> None:
+        """Remove the entry of a blob that is outdated. The file stays as it is."""
         self.live -= self.entries.pop(key)[1]
 
     @abstractmethod
-    def read(self, key: Key) -> bytearray: ...
+    def read(self, key: Key) -> bytearray:
+        """Return the bytes of a blob."""
 
     def _read(self, file: BinaryIO, key: Key) -> bytearray:
         offset, size = self.entries[key]
@@ -86,6 +96,7 @@ class Pack(Log):
         for name, entry in file.entries.items():
             self.enter(_key_of(name), entry.offset, entry.size)
 
+    @override
     def read(self, key: Key) -> bytearray:
         # The file is opened for each read, because a run may have more packs than a process may
         # have open files.
@@ -115,6 +126,7 @@ class Spill(Log):
         return file
 
     def put(self, key: Key, blob: Blob) -> None:
+        """Append a blob to the file, after outdated ones were removed if they take much space."""
         with self._blame():
             if self._end > 2 * self.live + MAX_OUTDATED_BYTES:
                 self._rewrite()
@@ -125,6 +137,7 @@ class Spill(Log):
         self.enter(key, self._end, blob.size)
         self._end += blob.size
 
+    @override
     def read(self, key: Key) -> bytearray:
         with self._blame():
             return self._read(self._file, key)
@@ -203,11 +216,13 @@ def _submodel(text: str) -> Submodel:
 
 
 def state_size(memory: ClientState) -> int:
+    """Return the approximate bytes that a client state takes in memory."""
     tensors = [*memory.weights.values(), *in_slots(memory.slots), *memory.extras.values()]
     return sum(tensor.nbytes + TENSOR_OVERHEAD for tensor in tensors)
 
 
 def entry_name(key: Key) -> str:
+    """Return the name of a client state in a pack, such as `3:` for client 3 without a scope."""
     return f"{key[0]}:{key[1]}"
 
 

@@ -289,13 +289,14 @@ class NotKept(MutableMapping[Key, ClientState]):
 
 @dataclass(frozen=True)
 class Draft:
-    """Packs for a checkpoint that is being written."""
+    """The packs of a checkpoint that is being written."""
 
-    kept: list[Pack]
-    new: list[Pack]
+    kept: list[Pack]  # Packs of the last checkpoint that this one lists, too
+    new: list[Pack]  # Packs that were written for this checkpoint
 
     @property
     def packs(self) -> list[Pack]:
+        """Return all packs of the checkpoint, oldest first."""
         return [*self.kept, *self.new]
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from fedquilt.checks import within
 from fedquilt.config.choice import Choice
 from fedquilt.config.schema import label
@@ -32,6 +34,7 @@ class Source(Choice):
     offers: ClassVar[frozenset[str]] = frozenset({"max_bytes"})
 
     @classmethod
+    @override
     def find(cls, name: str) -> Callable[..., Any]:
         factory: Callable[..., Any] = (
             find({}, name, cls.what) if is_reference(name) else source(name)

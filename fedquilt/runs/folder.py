@@ -116,8 +116,8 @@ class Folder:
         path = Path(path)
         if not (path / "config.toml").is_file():
             finding = "there is no run in it" if path.is_dir() else "there is no such folder"
-            raise ConfigError(f"the run in {path} was to go on; {finding}.")
-        with writable(f"the run in {path} was to go on"):
+            raise ConfigError(f"the run in {path} was to be resumed; {finding}.")
+        with writable(f"the run in {path} was to be resumed"):
             return cls(path, checkpoint)
 
     @property
@@ -162,7 +162,7 @@ class Folder:
             if damage:
                 return f"{manifest.name} is not what was written: {damage}"
             check_same_run(
-                manifest.about["run"], leaves_of(run), f"the run in {self.path} was to go on"
+                manifest.about["run"], leaves_of(run), f"the run in {self.path} was to be resumed"
             )
             return problem_in_settings(
                 manifest.about["engine"], run.engine.settings
@@ -173,7 +173,7 @@ class Folder:
         if newest_state is None:
             if self._file.exists() and self._file.stat().st_size:
                 raise RecordError(
-                    f"{self._file} has rounds, but there is no checkpoint to go on from."
+                    f"{self._file} has rounds, but there is no checkpoint to resume from."
                 )
             self._begin_log()
         else:

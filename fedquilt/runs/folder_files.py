@@ -70,6 +70,7 @@ def settings_checksum(path: Path) -> str | None:
 
 
 def checksum(content: bytes) -> str:
+    """Return the first 16 hexadecimal digits of the SHA-256 of a file's content."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
@@ -127,11 +128,19 @@ def log_until(log: RoundLog, manifest: Manifest) -> RoundLog:
 
 
 def missing_rounds_text(missing: Sequence[Gap]) -> str:
+    """Return the subject of a sentence on missing rounds, such as "rounds 4 to 6 are"."""
     text = rounds_text(missing)
     return f"{text} {'are' if text.startswith('rounds') else 'is'}"
 
 
 def warn_of_missing_rounds(file: Path, log: RoundLog, rounds: int) -> None:
+    """Warn if a log lacks rounds that a checkpoint has.
+
+    Args:
+        file: File of the log, for the message.
+        log: Intact lines of the file.
+        rounds: Round of the checkpoint.
+    """
     if missing := log.missing(rounds):
         _log.warning(
             "%s is damaged: %s missing from it. The weights are those of the checkpoint, which is "

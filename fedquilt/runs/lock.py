@@ -30,11 +30,16 @@ def locked(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def writable(asked: str) -> Iterator[None]:
+def writable(request: str) -> Iterator[None]:
+    """Raise an OSError inside as a ConfigError about a folder that cannot be written to.
+
+    Args:
+        request: Beginning of the message, such as "the folder runs/one was asked for".
+    """
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{asked}; it cannot be written to: {why(error)}.") from error
+        raise ConfigError(f"{request}; it cannot be written to: {why(error)}.") from error
 
 
 def lock_folder(path: Path) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from torch import nn
+from typing_extensions import override
 
 from fedquilt.config.choice import Choice
 from fedquilt.data import Pool
@@ -69,6 +70,7 @@ class Model(Choice):
             )
 
     @classmethod
+    @override
     def find(cls, name: str) -> Callable[..., Any]:
         if name == SEARCHED:
             from fedquilt.supernet.model import SearchedModel

@@ -25,7 +25,7 @@ from fedquilt.round.link import PERFECT, Link
 from fedquilt.runs.arguments import check_argument, whole_number
 from fedquilt.runs.client_states import DEFAULT_LIMIT, ClientStates
 from fedquilt.runs.preflight import check_fleet, check_nets, check_public_samples, check_run_task
-from fedquilt.runs.run import Given, Run
+from fedquilt.runs.run import Run, RunOrigin
 from fedquilt.tasks import Task, find_task, infer
 from fedquilt.terms import Server
 
@@ -96,7 +96,7 @@ def prepare(  # noqa: PLR0913
             f"{data.num_clients}. Partition it among as many clients as the fleet has."
         )
     evaluation = evaluation or Evaluation()
-    given_parts = Given(family, data.origin)
+    origin = RunOrigin(family, data.origin)
 
     family = method.adapt(family)
     data = evaluation.samples(data.among(fleet.num_clients))
@@ -120,7 +120,7 @@ def prepare(  # noqa: PLR0913
     memory = ClientStates(client_state_memory, simulation.device)
     memory.update(server.memory)
     server = replace(server, memory=memory)
-    return Run(federation, fleet, simulation, evaluation, server, given=given_parts)
+    return Run(federation, fleet, simulation, evaluation, server, origin=origin)
 
 
 def _engine_of(

@@ -50,7 +50,7 @@ from fedquilt.terms import WHOLE
 
 if TYPE_CHECKING:
     from fedquilt.data.origin import Origin
-    from fedquilt.runs.run import Given, Run
+    from fedquilt.runs.run import Run
 
 _GUARDS = ("__name__ == '__main__'", "'__main__' == __name__")
 
@@ -128,14 +128,14 @@ def _parts(
             field_info.name: partial(getattr, experiment, field_info.name)
             for field_info in fields(experiment)
         }
-    assert run.given is not None, "prepare has kept what it was given"
+    assert run.origin is not None, "prepare keeps the parts that it was given"
     seed = run.world.seed
     return {
         "rounds": lambda: _rounds(rounds),
         "seed": lambda: seed,
         "method": lambda: _method(run.method, rounds),
-        "model": partial(_model, run.given),
-        "data": partial(_source, run.given.origin, run.fleet.num_clients, seed),
+        "model": partial(_model, run.origin.family),
+        "data": partial(_source, run.origin.data, run.fleet.num_clients, seed),
         "task": lambda: run.world.task,
         "fleet": partial(_devices, run, seed),
         "engine": partial(_machine, run),
@@ -164,9 +164,8 @@ def _method(method: Method, rounds: int) -> Method:
     return method
 
 
-def _model(given: Given) -> Model | tuple[Model, ...]:
+def _model(family: Family) -> Model | tuple[Model, ...]:
     """Return the model, or one for each net of a union."""
-    family = given.family
     if family.variant != WHOLE or family.trains:
         raise ConfigError(
             f"the family of the variant {family.variant!r} was given; files have whole families."

@@ -48,6 +48,7 @@ class RoundLog:
 
     @property
     def records(self) -> list[Record]:
+        """Return the records of the intact lines."""
         return [line.record for line in self.lines]
 
     @property
@@ -196,8 +197,10 @@ def _record(plain: Any) -> Record:
 
 
 def _fits(hint: str, value: object) -> bool:
-    """Return True if a value has the type of a record's field, a number or a tuple of whole
-    numbers. Values of other types all fit."""
+    """Return True if a value has the type of a record's field.
+
+    Numbers and tuples of whole numbers are checked. Values of other types all fit.
+    """
     if hint == "int":
         return type(value) is int
     if hint.startswith("float"):

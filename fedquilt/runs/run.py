@@ -43,26 +43,54 @@ _log = logging.getLogger("fedquilt.runs")
 
 
 @dataclass(frozen=True)
-class Given:
-    """Model and data as they were passed to a run, from which they may be made again."""
+class RunOrigin:
+    """The model and the data as they were passed to a run, so that settings can be written."""
 
     family: Family  # Family before the method adapted it
-    origin: Origin | None  # Description of how the data was made. None: it is not known
+    data: Origin | None  # Description of how the data was made. None: it is not known
 
 
 @dataclass
 class Run(Trained):
-    """A federation and its state. `train` continues from the last completed round."""
+    """A federation and its state after the last completed round.
+
+    `fedquilt.run`, `fedquilt.prepare` and `fedquilt.load_run` return it. It can be trained further,
+    evaluated (`accuracy`, `metrics`, `records`), deployed, exported and saved. Attributes that
+    deployment needs are those of `Trained`.
+
+    Attributes:
+        records: Records of all completed rounds, in order.
+        settled_for: Number of rounds that the method was settled for, which values such as
+            ProgFed's stages depend on. None: the method was not settled.
+        origin: Model and data as they were passed. None: they are not known.
+        settings: Settings that the run was prepared from. None: it was started in Python.
+        best: Best round so far on validation samples. None: no round was evaluated on any.
+        folder: Folder that has its checkpoints. None: there is none.
+
+    Example:
+        >>> import torch
+        >>> import fedquilt as fq
+        >>> samples = torch.arange(96.0).reshape(24, 4) / 96, torch.arange(24) % 2
+        >>> data = fq.data.Pool.of(samples, test=samples).partition(4)
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> family, fleet = fq.trace(net, data.example), fq.Fleet.of([1.0, 0.5], num_clients=4)
+        >>> run = fq.prepare(fq.methods.FedRolex(), family, data, fleet)
+        >>> run.server.round
+        0
+        >>> run.train(2).server.round  # Two rounds in all
+        2
+        >>> [budget.share for budget in run.devices["0.5"]]
+        [0.5]
+        >>> run.deploy(share=0.5)(samples[0]).shape
+        torch.Size([24, 2])
+    """
 
     records: list[Record] = field(default_factory=list)
-    # Number of rounds that the method was settled for. None: it was not settled
     settled_for: int | None = None
-    given: Given | None = None  # Model and data as they were passed. None: they are not known
-    # Settings that the run was prepared from. None: it was started in Python
+    origin: RunOrigin | None = None
     settings: Experiment | None = None
-    # Best round so far on validation samples. None: no round was evaluated on any
     best: Best | None = None
-    folder: Path | None = None  # Folder that has its checkpoints. None: there is none
+    folder: Path | None = None
 
     def __post_init__(self) -> None:
         self._has_warned = False  # True once devices that cannot hold the net were reported
@@ -112,11 +140,9 @@ class Run(Trained):
         therefore computed only when it is needed, and not to prepare, reopen or export a run.
         """
         count = too_small(self.method, self.server, self.fleet, self.engine, self.world)
-        return (
-            f"{count} of {self.fleet.num_clients} devices cannot hold the net that they train"
-            if count
-            else ""
-        )
+        if not count:
+            return ""
+        return f"{count} of {self.fleet.num_clients} devices cannot hold the net that they train"
 
     @property
     def note(self) -> str:
@@ -125,23 +151,23 @@ class Run(Trained):
         These are the method's note, the number of devices that are too small, and the kind of
         samples if they are not test samples.
         """
-        samples = (
-            "" if self.evaluation.on == "test" else f"evaluated on {self.evaluation.on} samples"
-        )
-        return "; ".join(part for part in (self.method.note, self._too_small, samples) if part)
+        remarks = [self.method.note, self._too_small]
+        if self.evaluation.on != "test":
+            remarks.append(f"evaluated on {self.evaluation.on} samples")
+        return "; ".join(remark for remark in remarks if remark)
 
     def reached(self, target: float, share: float = 1.0, metric: str = "") -> Milestone | None:
         """Return when a metric of a share first reached a target, and the cost until then.
 
         Args:
-            target: Value of the metric. Larger or smaller values reach it too, whichever are
-                better.
-            share: Share of the model.
+            target: Value of the metric, such as 0.6 for an accuracy of 60 %. Better values reach it
+                too.
+            share: Share of the model in (0, 1] that was evaluated.
             metric: Name of a metric of the records, such as `accuracy/svhn`. Empty: the task's main
                 one.
 
         Returns:
-            None if the target has not been reached.
+            First evaluated round that reached the target, with its costs. None: no round has.
         """
         task = self.world.task
         name = metric or task.main.name
@@ -154,12 +180,22 @@ class Run(Trained):
         If a round fails, or ctrl-C stops it, the state is that of the last completed round.
 
         Args:
-            rounds: Total number of rounds.
-            watch: Function that is called with the record of every round. None: none is.
+            rounds: Total number of rounds, including those that are completed already. No effect if
+                the run has as many.
+            watch: Function that is called with the record of every round. None: no function is
+                called.
+
+        Returns:
+            This run.
+
+        Raises:
+            ConfigError: The run was loaded without its data.
+            TrainingError: Local training of a client failed.
         """
         if self.absent:
             raise ConfigError(
-                f"a run was to be trained to round {rounds}; its data cannot be had: {self.absent}"
+                f"a run was to be trained to round {rounds}; its data is not available: "
+                f"{self.absent}"
             )
         rounds = whole_number("rounds", rounds)
         self.fleet.check(rounds)
@@ -167,7 +203,7 @@ class Run(Trained):
             self._has_warned = True
             _log.warning("%s ignores budgets: %s.", type(self.method).__name__, self._too_small)
         while self.server.round < rounds:
-            with enough_memory(f"playing round {self.server.round + 1}"):
+            with enough_memory(f"training round {self.server.round + 1}"):
                 result = run_round(
                     self.federation, self.server, self.fleet, self.engine, rounds, self.evaluation
                 )
@@ -183,18 +219,18 @@ class Run(Trained):
                     watch(result.record)
         return self
 
-    def _warn_if_all_late(self, played: RoundResult) -> None:
+    def _warn_if_all_late(self, result: RoundResult) -> None:
         """Warn the first time that every client of a round missed the deadline."""
-        if not _is_all_late(played.record) or any(map(_is_all_late, self.records[:-1])):
+        if not _is_all_late(result.record) or any(map(_is_all_late, self.records[:-1])):
             return
         _log.warning(
             "all %d clients of round %d missed the deadline of %g s, so that the model stays as it "
             "was. The fastest takes at least %.3g s; a later deadline (link.clock.deadline) would "
             "let it take part. Later rounds of this kind are recorded without a warning.",
-            len(played.late),
-            played.record.round,
+            len(result.late),
+            result.record.round,
             self.link.deadline,
-            min(played.late.values()),
+            min(result.late.values()),
         )
 
     def _keep_if_best(self, record: Record) -> None:
@@ -295,9 +331,18 @@ class Run(Trained):
         return per_client(self, clients)
 
     def save(self, path: str | Path) -> None:
-        """Write the run into a new folder.
+        """Write the run into a new folder: settings, records, summary and the last state.
 
-        `fedquilt.load` reads its weights, and `fedquilt.run` can resume it.
+        `fedquilt.load_run` opens the folder, `fedquilt.load_state` reads the weights alone, and
+        `fedquilt.run(…, out=path, resume=True)` continues the run. The best state on validation
+        samples is written, too. Further training of this run is not written.
+
+        Args:
+            path: Folder, which is created if necessary. It must have no run.
+
+        Raises:
+            ConfigError: The folder already has a run, or cannot be written to.
+            RecordError: Writing failed, for example because the disk is full.
         """
         from fedquilt.runs.recipe import config_text  # It imports this module.
 
@@ -318,26 +363,34 @@ class Run(Trained):
         share: float | None = None,
         round: int | Literal["best"] | None = None,
     ) -> nn.Module:
-        """Return a plain nn.Module within the budget, with trained weights and the statistics of
-        its norms.
+        """Return a plain `nn.Module` within a budget, with trained weights and norm statistics.
+
+        The module is in evaluation mode.
 
         Args:
-            budget: Budget of the device. The module costs no more. None: the whole model, or
-                `share` of it.
-            client: Client whose own result is deployed. None: the server's.
+            budget: Budget of the device, which the module does not exceed. None: the whole model,
+                or `share` of it.
+            client: Number of the client whose own result is deployed. None: the server's result.
             norms: Norm policy, or its name, which decides what the norms normalize by. `batch`: the
                 batch. `tracked`: statistics tracked in training. `per_client` and `per_client-all`:
                 those that the client kept. `post`: measured over the training samples of all
                 clients, or of `client`. `post-own`: measured over the samples of `client`.
                 `post-public`: measured over the public samples. None: those that training stored,
                 or `post`. Affine weights are always those that were trained.
-            samples: Inputs on which statistics are measured instead. No effect if the policy does
-                not measure.
-            robustness: Robustness of dual norms, from 0 (clean, the default) to 1.
-                `fq.set_robustness` changes it.
-            share: Share of the model in (0, 1], in place of `budget`.
+            samples: Inputs (sample, …) on which statistics are measured instead. No effect if the
+                policy does not measure. None: the samples that the policy names.
+            robustness: Robustness of dual norms, from 0 (clean) to 1. `fq.set_robustness` changes
+                it later. None: 0. No effect for models without dual or conditioned norms.
+            share: Share of the model in (0, 1], in place of `budget`. None: `budget` decides.
             round: Round whose weights are deployed, as `at` takes it. "best": the best one on
                 validation samples. None: the last one.
+
+        Returns:
+            A module with the smaller layers and their weights, on the run's device.
+
+        Raises:
+            BudgetError: No sub-model fits the budget.
+            ConfigError: The state, the client or the samples that were asked for are not available.
         """
         device_budget = budget_of("deploy", budget, share)
         run = self if round is None else self.at(round)
@@ -357,9 +410,12 @@ class Run(Trained):
         Args:
             file: File that is written. Its ending is the format, unless `format` names one.
             budget: Budget of the device. None: the whole model, or `share` of it.
-            share: Share of the model in (0, 1], in place of `budget`.
+            share: Share of the model in (0, 1], in place of `budget`. None: `budget` decides.
             round: Round whose state is written, or "best", as in `deploy`. None: the last one.
             **how: Options of `fedquilt.deploy.export.export`, such as `client` and `norms`.
+
+        Raises:
+            ExportError: The format cannot hold the model, or the file has other outputs.
         """
         from fedquilt.deploy.export import export
 
@@ -380,7 +436,7 @@ class Run(Trained):
 
         Args:
             shares: Shares of the model in (0, 1]. The first one is set.
-            client: Client whose own result is deployed. None: the server's.
+            client: Number of the client whose own result is deployed. None: the server's result.
             norms: Norm policy or its name, as in `deploy`.
             samples: Inputs on which norm statistics are measured, as in `deploy`.
             round: Round whose weights are deployed, or "best", as in `deploy`. None: the last one.

@@ -37,8 +37,9 @@ def labels_of(summary: Summary) -> Labels:
 
 
 def share_label(share: str, labels: Labels) -> str:
-    """Return the name that the method gave a share, or the number. What is no number is returned as
-    it is.
+    """Return the name that the method gave a share, or the number of the share.
+
+    Text that is not a number is returned unchanged.
     """
     try:
         return labels.get(share) or f"{float(share):g}"

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+from typing_extensions import override
+
 from fedquilt.errors import ConfigError, FedquiltError, RecordError
 from fedquilt.errors.extras import how_to_install
 from fedquilt.names import said
@@ -51,6 +53,8 @@ class About:
 
 
 class Tracker(Protocol):
+    """A tracker that is open for one run."""
+
     def log(self, record: Record) -> None:
         """Log the record of a round."""
 
@@ -112,7 +116,7 @@ def flat(settings: Mapping[str, Any], path: str = "") -> dict[str, Scalar]:
     return by_path
 
 
-# --- three of them ------------------------------------------------------------------------------
+# --- trackers -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ class TensorBoard(Tracking):
     package: ClassVar[str] = "tensorboard"
     extra: ClassVar[str] = "tensorboard"
 
+    @override
     def open(self, about: About) -> Tracker:
         board: Any = importlib.import_module("torch.utils.tensorboard")  # It has no types.
         log_folder = Path(self.dir or "tensorboard") / about.name
@@ -166,6 +171,7 @@ class WandB(Tracking):
     package: ClassVar[str] = "wandb"
     extra: ClassVar[str] = "wandb"
 
+    @override
     def open(self, about: About) -> Tracker:
         import wandb
 
@@ -212,6 +218,7 @@ class MLflow(Tracking):
     package: ClassVar[str] = "mlflow"
     extra: ClassVar[str] = "mlflow"
 
+    @override
     def open(self, about: About) -> Tracker:
         # Without these, a server that is down delays a round for many minutes before it fails.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
@@ -255,7 +262,7 @@ _BATCH = 100  # Largest number of parameters that MLflow accepts per call
 class _MLflow:
     client: Any
     id: str
-    told: Mapping[str, int] = field(default_factory=dict)  # Last logged round by metric
+    logged_rounds: Mapping[str, int] = field(default_factory=dict)  # Last logged round by metric
 
     def log(self, record: Record) -> None:
         from mlflow.entities import Metric
@@ -263,7 +270,9 @@ class _MLflow:
         milliseconds, step = int(time.time() * 1000), record.round
         # Names of metrics contain names of domains, and MLflow allows few characters in them.
         plain = {re.sub(r"[^\w./: -]", "_", name): value for name, value in scalars(record).items()}
-        new = {name: value for name, value in plain.items() if step > self.told.get(name, 0)}
+        new = {
+            name: value for name, value in plain.items() if step > self.logged_rounds.get(name, 0)
+        }
         self.client.log_batch(
             self.id,
             metrics=[Metric(name, value, milliseconds, step) for name, value in new.items()],
@@ -310,24 +319,33 @@ def tracked(
                     f"tracking with {type(tracking).__name__} was asked for; it could not be "
                     f"opened. {said(error)}"
                 ) from error
-        yield lambda record: _each(
+        yield lambda record: _call_each(
             opened, f"in round {record.round}", lambda tracker: tracker.log(record)
         )
         is_complete = True
     finally:
-        _each(opened, "at the end", lambda tracker: tracker.finish(run.summary, is_complete))
+        _call_each(opened, "at the end", lambda tracker: tracker.finish(run.summary, is_complete))
 
 
-def _each(opened: list[tuple[str, Tracker]], when: str, do: Callable[[Tracker], None]) -> None:
+def _call_each(
+    opened: list[tuple[str, Tracker]], moment: str, call: Callable[[Tracker], None]
+) -> None:
+    """Call a function with every open tracker, and drop those that fail with a warning.
+
+    Args:
+        opened: Trackers with the names of their classes.
+        moment: Moment of the call, for the warning.
+        call: Function that logs or finishes.
+    """
     for name, tracker in list(opened):
         try:
-            do(tracker)
+            call(tracker)
         except Exception as error:
             opened.remove((name, tracker))
             _log.warning(
-                "Tracking with %s failed %s, and the run goes on without it. %s",
+                "Tracking with %s failed %s, and the run continues without it. %s",
                 name,
-                when,
+                moment,
                 said(error),
             )
 

@@ -206,7 +206,7 @@ def test_data_that_is_gone_costs_only_what_needs_it(here, capsys):
     after = told(capsys, "export", "fedavg", "--share", "0.5", "--out", "two.safetensors")
     assert (after["norms"], after["params"]) == ("tracked", before["params"])
     with pytest.raises(
-        ConfigError, match=r"trained to round 4; its data cannot be had: .*own\.npz"
+        ConfigError, match=r"trained to round 4; its data is not available: .*own\.npz"
     ):
         load_run("fedavg").train(4)
     model, again = (

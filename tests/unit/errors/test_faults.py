@@ -123,7 +123,7 @@ def test_memory_that_training_lacks_is_told_with_the_client(
 
 
 def test_memory_that_the_server_lacks_is_told_with_the_round(perceptron, make_data, play) -> None:
-    with pytest.raises(NotEnoughMemoryError, match="while playing round 1") as caught:
+    with pytest.raises(NotEnoughMemoryError, match="while training round 1") as caught:
         play(GreedyServer(), perceptron, make_data(perceptron, (6, 6)))
     assert HELP in str(caught.value)
     assert caught.value.run.server.round == 0

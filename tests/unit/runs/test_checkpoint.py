@@ -437,7 +437,7 @@ def test_a_damaged_file_is_noticed_and_the_previous_checkpoint_used(kind, harm, 
     assert {value_of(again[key]) for key in again} == {1.0}
     if harm is not Path.unlink or kind != "{:08}.json":  # without a manifest it is not a checkpoint
         assert "Checkpoint 00000002: " in caplog.text
-        assert "Going on from round 1 instead" in caplog.text
+        assert "Resuming from round 1 instead" in caplog.text
     # and going on from there, the damaged one is replaced
     again[0, ""] = remembered(2)
     resumed = Checkpoints(tmp_path)

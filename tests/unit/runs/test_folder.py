@@ -346,7 +346,7 @@ def test_another_torch_is_said(start, tmp_path, monkeypatch, caplog):
     start(rounds=1, out=tmp_path / "run")
     monkeypatch.setattr(torch, "__version__", "9.9")
     start(rounds=2, out=tmp_path / "run", resume=True)
-    assert "goes on with 9.9: last digits may differ" in caplog.text
+    assert "continues with 9.9: last digits may differ" in caplog.text
 
 
 # --- refusals -----------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ def test_another_run_is_refused_with_what_differs(start, tmp_path, data, percept
         options = {"method": FedProx(mu=0.5), **change}
         with pytest.raises(
             ConfigError,
-            match=rf"the run in {out} was to go on, but it is another one[^@]*{message}",
+            match=rf"the run in {out} was to be resumed, but it is another one[^@]*{message}",
         ):
             start(rounds=2, out=out, resume=True, **options)
     assert {path: path.read_bytes() for path in (out / "checkpoint").iterdir()} == before
@@ -423,7 +423,7 @@ def test_a_default_that_has_more_values_is_another_one():
     with pytest.raises(
         ConfigError, match=r"fleet\.shares\[1\]: nothing of the kind there, 0\.5 here"
     ):
-        fingerprints.check_same_run(saved, list(fingerprints._leaves("fleet", Widths())), "a run was to go on")
+        fingerprints.check_same_run(saved, list(fingerprints._leaves("fleet", Widths())), "a run was to be resumed")
 
 
 def test_other_initial_weights_are_noticed(start, tmp_path, residual):
@@ -536,7 +536,7 @@ def test_lost_checkpoints_do_not_cost_the_records(start, tmp_path):
     written = (out / "rounds.jsonl").read_bytes()
     for path in (out / "checkpoint").iterdir():
         path.unlink()
-    with pytest.raises(RecordError, match="has rounds, but there is no checkpoint to go on from"):
+    with pytest.raises(RecordError, match="has rounds, but there is no checkpoint to resume from"):
         start(rounds=3, out=out, resume=True)
     assert (out / "rounds.jsonl").read_bytes() == written
 
@@ -668,7 +668,7 @@ def test_a_manifest_sets_nothing_that_a_run_would_not_have_written(
     alter_manifest(out / "checkpoint" / "00000002.json", **about)
     again = start(rounds=3, out=out, resume=True, engine="vectorized")
     assert "Checkpoint 00000002: " in caplog.text
-    assert "Going on from round 1 instead" in caplog.text
+    assert "Resuming from round 1 instead" in caplog.text
     assert_same(whole, again, atol=0)
     assert callable(again.engine.train)
 

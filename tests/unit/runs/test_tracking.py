@@ -328,7 +328,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_costs_no_run(train, caplog):
     assert Told.all == [1, 1, 2, 3, 4, (4, True)]  # the other one goes on
     (line,) = caplog.messages
     assert line.startswith(
-        "Tracking with Frail failed in round 2, and the run goes on without it. OSError: no space "
+        "Tracking with Frail failed in round 2, and the run continues without it. OSError: no space "
         "left"
     )
     assert "test_tracking.py:" in line  # The place in the user's own code.
