@@ -13,28 +13,31 @@ from fedquilt.errors import ConfigError
 T = TypeVar("T")
 
 
-def resolved(kind: type[T], settings: Settings, asked: Mapping[str, str], file: str = "") -> T:
+def resolved(kind: type[T], settings: Settings, flags: Mapping[str, str], file: str = "") -> T:
     """Return an instance of a dataclass from settings, or raise one error with all problems.
 
     Args:
         kind: The dataclass.
         settings: Nested plain tables.
-        asked: Command-line flag by the path that it set, for messages.
+        flags: Command-line flag by the path that it set, for messages. Empty: there are none.
         file: File of the settings, for messages. Empty: there is none.
+
+    Raises:
+        ConfigError: Some settings are wrong. The message lists all problems.
     """
     problems: list[Problem] = []
     instance: T = read(kind, settings, "", problems)
     if problems:
-        lines = [f"{path or 'settings'}{_asker(path, asked)}: {text}" for path, text in problems]
+        lines = [f"{path or 'settings'}{_flag_of(path, flags)}: {text}" for path, text in problems]
         location = f" in {file}" if file else ""
         count = "a problem" if len(lines) == 1 else f"{len(lines)} problems"
         raise ConfigError("\n  ".join([f"{count}{location}:", *lines]))
     return instance
 
 
-def _asker(path: str, asked: Mapping[str, str]) -> str:
+def _flag_of(path: str, flags: Mapping[str, str]) -> str:
     """Return the flag that set a path, a table above it, or a value below it."""
-    for set_path, flag in asked.items():
+    for set_path, flag in flags.items():
         if f"{path}.".startswith(f"{set_path}.") or f"{set_path}.".startswith(f"{path}."):
             return f" ({flag})"
     return ""

@@ -64,8 +64,7 @@ class Log(ABC):
         file.seek(offset)
         if file.readinto(data) != size:  # type: ignore[attr-defined]
             raise RecordError(
-                f"the memory of client {key[0]} was cut short on disk: {size:,} bytes were "
-                "expected."
+                f"the state of client {key[0]} was cut short on disk: {size:,} bytes were expected."
             )
         return data
 
@@ -105,7 +104,7 @@ class Pack(Log):
                 return self._read(file, key)
         except OSError as error:
             raise RecordError(
-                f"the memory of client {key[0]} is in {self.path}, which cannot be read: "
+                f"the state of client {key[0]} is in {self.path}, which cannot be read: "
                 f"{why(error)}."
             ) from error
 
@@ -159,28 +158,27 @@ class Spill(Log):
             yield
         except OSError as error:
             raise RecordError(
-                "the clients' memories outgrew their bound, and what is beyond cannot be kept in "
-                f"{self._folder or tempfile.gettempdir()}: {why(error)}. Free some space there, or "
-                "raise the bound."
+                "client states exceed client_state_memory, and the rest cannot be kept in "
+                f"{self._folder or tempfile.gettempdir()}: {why(error)}. Free space there, or raise "
+                "client_state_memory."
             ) from error
 
 
-def encode(memory: ClientState) -> Blob:
+def encode(state: ClientState) -> Blob:
     """Return a client state as bytes, without loss."""
-    submodel = json.dumps(memory.submodel.to_dict())
-    note = {"submodel": submodel, "steps": memory.steps, "round": memory.round}
-    return Blob.of_state(memory.weights, memory.slots, memory.extras, **note)
+    submodel = json.dumps(state.submodel.to_dict())
+    note = {"submodel": submodel, "steps": state.steps, "round": state.round}
+    return Blob.of_state(state.weights, state.slots, state.extras, **note)
 
 
 def decode(data: bytearray, device: torch.device) -> ClientState:
     """Return the client state that `encode` wrote."""
-    state = read_state(TensorFile.of(data, "the memory of a client"), device)
+    state = read_state(TensorFile.of(data, "the state of a client"), device)
     submodel, steps = state.note.get("submodel"), state.note.get("steps")
     last = state.note.get("round", -1)  # Earlier versions did not write it.
     if not isinstance(submodel, str) or not isinstance(steps, int) or not isinstance(last, int):
         raise RecordError(
-            "the memory of a client does not say of which sub-model it is, and after how many "
-            "steps."
+            "the state of a client does not name its sub-model and its number of steps."
         )
     return ClientState(_submodel(submodel), state.weights, state.slots, steps, last, state.extras)
 
@@ -195,7 +193,7 @@ def decode_for(key: Key, data: bytearray, device: torch.device) -> ClientState:
         return decode(data, device)
     except RecordError as error:
         raise RecordError(
-            f"the memory of client {key[0]} on disk is not what was written: {error}"
+            f"the state of client {key[0]} on disk is not what was written: {error}"
         ) from error
     except (
         ValueError,
@@ -206,7 +204,7 @@ def decode_for(key: Key, data: bytearray, device: torch.device) -> ClientState:
         RuntimeError,
     ) as error:
         raise RecordError(
-            f"the memory of client {key[0]} on disk is not what was written: {said(error)}."
+            f"the state of client {key[0]} on disk is not what was written: {said(error)}."
         ) from error
 
 
@@ -215,9 +213,9 @@ def _submodel(text: str) -> Submodel:
     return Submodel.from_dict(bounded_json(text.encode(), MAX_NOTE_DEPTH))
 
 
-def state_size(memory: ClientState) -> int:
+def state_size(state: ClientState) -> int:
     """Return the approximate bytes that a client state takes in memory."""
-    tensors = [*memory.weights.values(), *in_slots(memory.slots), *memory.extras.values()]
+    tensors = [*state.weights.values(), *in_slots(state.slots), *state.extras.values()]
     return sum(tensor.nbytes + TENSOR_OVERHEAD for tensor in tensors)
 
 
@@ -229,5 +227,5 @@ def entry_name(key: Key) -> str:
 def _key_of(name: str) -> Key:
     client, _, scope = name.partition(":")
     if not (client.isascii() and client.isdecimal()):
-        raise RecordError(f"a memory of client {client!r} was found; clients are whole numbers.")
+        raise RecordError(f"a state of client {client!r} was found; clients are whole numbers.")
     return int(client), scope

@@ -52,59 +52,61 @@ class ClientStates(MutableMapping[Key, ClientState]):
         self._reset()
 
     def _reset(self) -> None:
-        self._held: OrderedDict[Key, ClientState] = OrderedDict()  # Least recently used first
+        self._in_memory: OrderedDict[Key, ClientState] = OrderedDict()  # Least recently used first
         self._bytes = 0  # Bytes of the states in memory
-        self._where: dict[Key, Log] = {}  # Logs of the states whose current value is on disk
+        self._on_disk: dict[Key, Log] = {}  # Logs of the states whose current value is on disk
         self._changed: dict[Key, None] = {}  # States that changed since the last checkpoint
-        self._gone: set[Key] = set()  # Deleted states, which the next pack must record
+        self._deleted: set[Key] = set()  # Deleted states, which the next pack must record
         self._packs: list[Pack] = []  # Packs of the last checkpoint, oldest first
         self._spill: Spill | None = None
 
     # --- a mapping -------------------------------------------------------------------------------
 
     def __getitem__(self, key: Key) -> ClientState:
-        memory = self._held.get(key)
-        if memory is not None:
-            self._held.move_to_end(key)
+        state = self._in_memory.get(key)
+        if state is not None:
+            self._in_memory.move_to_end(key)
         elif key in self:
-            memory = decode_for(key, self._where[key].read(key), self._device)
-            self._hold(key, memory)
+            state = decode_for(key, self._on_disk[key].read(key), self._device)
+            self._hold(key, state)
         # States are moved to disk on look-up and not on assignment. Assignment then cannot fail,
         # so that either all states of a round are updated or none. A checkpoint in between writes
         # the changed states anyway.
         self._make_room()
-        if memory is None:
+        if state is None:
             raise KeyError(key)
-        return memory
+        return state
 
-    def __setitem__(self, key: Key, memory: ClientState) -> None:
+    def __setitem__(self, key: Key, state: ClientState) -> None:
         self._forget(key)
-        self._gone.discard(key)
+        self._deleted.discard(key)
         self._changed[key] = None
-        self._hold(key, _settled(memory))
+        self._hold(key, _settled(state))
 
     def __delitem__(self, key: Key) -> None:
         if key not in self:
             raise KeyError(key)
         self._forget(key)
-        self._gone.add(key)
+        self._deleted.add(key)
         self._changed[key] = None
 
     def __contains__(self, key: object) -> bool:
-        return key not in self._gone and (key in self._held or key in self._where)
+        return key not in self._deleted and (key in self._in_memory or key in self._on_disk)
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(sorted((self._held.keys() | self._where.keys()) - self._gone))
+        return iter(sorted((self._in_memory.keys() | self._on_disk.keys()) - self._deleted))
 
     def __len__(self) -> int:
-        return len((self._held.keys() | self._where.keys()) - self._gone)
+        return len((self._in_memory.keys() | self._on_disk.keys()) - self._deleted)
 
     def __bool__(self) -> bool:
-        return any(key not in self._gone for keys in (self._held, self._where) for key in keys)
+        return any(
+            key not in self._deleted for keys in (self._in_memory, self._on_disk) for key in keys
+        )
 
     def __repr__(self) -> str:
         return (
-            f"ClientStates of {len(self)} ({len(self._held)} held, {self._bytes:,} bytes of "
+            f"ClientStates of {len(self)} ({len(self._in_memory)} in memory, {self._bytes:,} bytes of "
             f"{self.limit:,})"
         )
 
@@ -114,9 +116,9 @@ class ClientStates(MutableMapping[Key, ClientState]):
         If some states are only on disk, they are not read, and any access to the result raises an
         error.
         """
-        if any(key not in self._held and key not in self._gone for key in self._where):
+        if any(key not in self._in_memory and key not in self._deleted for key in self._on_disk):
             return NotKept()
-        return {key: memory for key, memory in self._held.items() if key not in self._gone}
+        return {key: state for key, state in self._in_memory.items() if key not in self._deleted}
 
     # --- the bound -------------------------------------------------------------------------------
 
@@ -125,26 +127,26 @@ class ClientStates(MutableMapping[Key, ClientState]):
         """Return the approximate bytes of the states in memory."""
         return self._bytes
 
-    def _hold(self, key: Key, memory: ClientState) -> None:
-        self._held[key] = memory
-        self._bytes += state_size(memory)
+    def _hold(self, key: Key, state: ClientState) -> None:
+        self._in_memory[key] = state
+        self._bytes += state_size(state)
 
     def _forget(self, key: Key) -> None:
-        if key in self._held:
-            self._bytes -= state_size(self._held.pop(key))
-        if key in self._where:
-            self._where.pop(key).forget(key)
+        if key in self._in_memory:
+            self._bytes -= state_size(self._in_memory.pop(key))
+        if key in self._on_disk:
+            self._on_disk.pop(key).forget(key)
 
     def _make_room(self) -> None:
-        while self._bytes > self.limit and len(self._held) > 1:  # The last one is in use.
-            key, memory = next(iter(self._held.items()))
-            if key not in self._where:
+        while self._bytes > self.limit and len(self._in_memory) > 1:  # The last one is in use.
+            key, state = next(iter(self._in_memory.items()))
+            if key not in self._on_disk:
                 if self._spill is None:
                     self._spill = Spill(self.spill_in)
-                self._spill.put(key, encode(memory))
-                self._where[key] = self._spill
-            del self._held[key]
-            self._bytes -= state_size(memory)
+                self._spill.put(key, encode(state))
+                self._on_disk[key] = self._spill
+            del self._in_memory[key]
+            self._bytes -= state_size(state)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -157,18 +159,18 @@ class ClientStates(MutableMapping[Key, ClientState]):
         earlier.
         """
         kept_packs = self._worth_keeping(path.parent)
-        copied = [pack for pack in self._packs if pack not in kept_packs]
-        sources: dict[Key, Log] = {key: pack for pack in copied for key in pack.entries}
+        repacked = [pack for pack in self._packs if pack not in kept_packs]
+        sources: dict[Key, Log] = {key: pack for pack in repacked for key in pack.entries}
         sizes = {key: log.entries[key][1] for key, log in sources.items()}
         blobs: dict[Key, Blob] = {}
         for key in self._changed:
-            if key in self._gone:
+            if key in self._deleted:
                 sizes[key] = 0  # A size of 0 marks a deleted state in a pack.
-            elif key in self._where:
-                sources[key] = self._where[key]
+            elif key in self._on_disk:
+                sources[key] = self._on_disk[key]
                 sizes[key] = sources[key].entries[key][1]
             else:
-                blobs[key] = blob = encode(self._held[key])
+                blobs[key] = blob = encode(self._in_memory[key])
                 sizes[key] = blob.size
         if not kept_packs:  # No older pack has the deleted states.
             sizes = {key: size for key, size in sizes.items() if size}
@@ -218,19 +220,21 @@ class ClientStates(MutableMapping[Key, ClientState]):
 
     def _size_of_changes(self) -> int:
         return sum(
-            self._where[key].entries[key][1] if key in self._where else state_size(self._held[key])
+            self._on_disk[key].entries[key][1]
+            if key in self._on_disk
+            else state_size(self._in_memory[key])
             for key in self._changed
-            if key not in self._gone
+            if key not in self._deleted
         )
 
     def saved(self, draft: Draft) -> None:
         """Record that a draft is part of a checkpoint, so that no state counts as changed."""
         self._packs = draft.packs
         if not draft.kept:  # The new packs have all states.
-            self._where.clear()
-            self._gone.clear()
+            self._on_disk.clear()
+            self._deleted.clear()
         for pack in draft.new:
-            self._where.update(dict.fromkeys(pack.entries, pack))
+            self._on_disk.update(dict.fromkeys(pack.entries, pack))
         self._changed.clear()
         self._spill = None
 
@@ -246,18 +250,18 @@ class ClientStates(MutableMapping[Key, ClientState]):
             pack = Pack(folder / written.name, written)
             pack.read_entries()
             for key, (_, size) in pack.entries.items():
-                if key in self._where:
-                    self._where[key].forget(key)
-                self._where[key] = pack
-                (self._gone.discard if size else self._gone.add)(key)
+                if key in self._on_disk:
+                    self._on_disk[key].forget(key)
+                self._on_disk[key] = pack
+                (self._deleted.discard if size else self._deleted.add)(key)
             self._packs.append(pack)
 
 
-def copied(memory: Mapping[Key, ClientState], device: torch.device) -> ClientStates:
+def copied(states: Mapping[Key, ClientState], device: torch.device) -> ClientStates:
     """Return a copy of client states. Tensors are shared."""
-    states = ClientStates(device=device)
-    states.update(memory)
-    return states
+    copy = ClientStates(device=device)
+    copy.update(states)
+    return copy
 
 
 class NotKept(MutableMapping[Key, ClientState]):
@@ -266,7 +270,7 @@ class NotKept(MutableMapping[Key, ClientState]):
     def __getitem__(self, key: Key) -> ClientState:
         raise self._error
 
-    def __setitem__(self, key: Key, memory: ClientState) -> None:
+    def __setitem__(self, key: Key, state: ClientState) -> None:
         raise self._error
 
     def __delitem__(self, key: Key) -> None:
@@ -281,9 +285,8 @@ class NotKept(MutableMapping[Key, ClientState]):
     @property
     def _error(self) -> RecordError:
         return RecordError(
-            "what clients remembered in an earlier round was asked for; it was more than "
-            "memory_limit allows to hold, and was not kept. A run with a folder (out=DIR) keeps it "
-            "on disk."
+            "client states of an earlier round were asked for; they exceeded client_state_memory, "
+            "and were not kept. A run with a folder (out=DIR) keeps them on disk."
         )
 
 
@@ -300,10 +303,10 @@ class Draft:
         return [*self.kept, *self.new]
 
 
-def _settled(memory: ClientState) -> ClientState:
-    weights = settled(memory.weights)
-    slots = {slot: settled(values) for slot, values in memory.slots.items()}
-    return replace(memory, weights=weights, slots=slots, extras=settled(memory.extras))
+def _settled(state: ClientState) -> ClientState:
+    weights = settled(state.weights)
+    slots = {slot: settled(values) for slot, values in state.slots.items()}
+    return replace(state, weights=weights, slots=slots, extras=settled(state.extras))
 
 
 def _pack_parts(sizes: Mapping[Key, int]) -> Iterator[dict[Key, int]]:

@@ -54,29 +54,33 @@ class Source(Choice):
         Validation samples are held back afterwards, from the part of each client.
 
         Args:
-            num_clients: Number of clients. None: that of the data, or `CLIENTS`.
+            num_clients: Number of clients. None: that of the data, or `DEFAULT_CLIENTS`.
             seed: Random seed of the partition, unless `partition_seed` is set.
 
         Returns:
             The data, and its partition. The partition is None if a user's function has already made
             it.
         """
-        data, partition = self._dealt(num_clients, seed)
+        data, partition = self._partitioned(num_clients, seed)
         return data.with_validation(self.validation), partition
 
-    def _dealt(self, num_clients: int | None, seed: int) -> tuple[FederatedData, Partition | None]:
+    def _partitioned(
+        self, num_clients: int | None, seed: int
+    ) -> tuple[FederatedData, Partition | None]:
+        """Load the data and partition it, unless a user's function has done so."""
         pool = self.make(Pool, {"max_bytes": self.max_bytes})
         if isinstance(pool, FederatedData):
             if self.partition is not None:
                 raise ConfigError(
                     f"data.partition = {label(type(self.partition))!r} was asked for; {self.name} "
-                    "returned data that is dealt already. Return a Pool to have it dealt."
+                    "returned data that is partitioned already. Return a Pool to let it be "
+                    "partitioned."
                 )
             return pool, None
         partition = self.partition or pool.usual
         # These partitions define the number of clients.
         has_own_clients = isinstance(partition, (Natural, Domains))
         seed = seed if self.partition_seed is None else self.partition_seed
-        return pool.partition(
-            num_clients or (None if has_own_clients else DEFAULT_CLIENTS), partition, seed
-        ), partition
+        if not num_clients and not has_own_clients:
+            num_clients = DEFAULT_CLIENTS
+        return pool.partition(num_clients or None, partition, seed), partition

@@ -52,35 +52,52 @@ MAX_SINGLE_THREAD_MACS = 1_000_000
 class Ground:
     """Partitioned data, model and devices, on which methods are compared."""
 
-    data: FederatedData
-    family: Family
-    fleet: Fleet
+    data: FederatedData  # Samples of all clients, on the device of the engine
+    family: Family  # Model that was traced
+    fleet: Fleet  # Devices and their budgets
     partition: Partition | None  # Partition of the data. None: a user's function made it
     model: Model | tuple[Model, ...]  # Model that was asked for, or the default one for the data
-    # Engines of earlier runs, whose captured CUDA graphs are used again
+    # Engines of earlier runs by their settings and seed. Their captured CUDA graphs are used again
     engines: dict[tuple[Machine, int], Simulation] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """All settings of a federation."""
+    """All settings of a federation.
 
-    method: Method
-    data: Source
+    `Experiment.of` reads them from plain tables, such as those of a TOML file, and reports all
+    problems at once. `prepare` builds the run, and `to_toml` writes the settings with all defaults.
+
+    Example:
+        >>> import fedquilt as fq
+        >>> settings = {"method": "heterofl", "data": "digits", "fleet": {"clients": 4}}
+        >>> experiment = fq.Experiment.of(settings)
+        >>> type(experiment.method).__name__, experiment.fleet.clients, experiment.engine.device
+        ('HeteroFL', 4, 'cpu')
+        >>> try:
+        ...     fq.Experiment.of({**settings, "sed": 1})
+        ... except fq.FedquiltError as error:
+        ...     print(str(error).partition(" Known")[0])
+        a problem:
+          sed: a configuration has no such key. Did you mean 'seed'?
+    """
+
+    method: Method  # Method of federated learning by its name, or file.py:Class
+    data: Source  # Data set, file or folder by its name, or file.py:function
     # A model, or a list of models for several architectures. None: tiny_resnet for images, mlp for
     # rows of numbers
     model: Model | tuple[Model, ...] | None = None
     # Task by its name, or file.py:Class. None: inferred from the targets and the model's output
     task: Task | None = None
-    fleet: Devices = Devices()
-    engine: Machine = Machine()
-    link: Link = Link()
+    fleet: Devices = Devices()  # Number of clients, their budgets and their availability
+    engine: Machine = Machine()  # Engine, device and precision
+    link: Link = Link()  # Link between server and clients. The default loses nothing
     evaluation: Evaluation | None = None  # When and how to evaluate. None: about ten times a run
-    rounds: int = 20
-    seed: int = 0
+    rounds: int = 20  # Total number of rounds
+    seed: int = 0  # Random seed of initial weights, partition, cohorts and batches
     # Safetensors file or folder of a run with initial weights. Empty: they are drawn from the seed
     init: File = ""
-    checkpoint: Checkpointing = Checkpointing()
+    checkpoint: Checkpointing = Checkpointing()  # How often a checkpoint is saved
     trackers: tuple[Tracking, ...] = ()  # Trackers that log the records, besides the run's folder
 
     def __post_init__(self) -> None:
@@ -95,29 +112,35 @@ class Experiment:
         ):
             conflict = "init" if len(self.models) == 1 else "other models"
             problems["model"] = (
-                f"{SEARCHED!r} was asked for with {conflict}; it is a union by itself, and stands "
-                "alone."
+                f"{SEARCHED!r} was asked for with {conflict}; it is a union by itself, and "
+                "cannot be combined with them."
             )
         refuse(self, problems)
 
     @property
     def models(self) -> tuple[Model, ...]:
         """Return the models that were asked for. Empty: the data decides."""
-        return self.model if isinstance(self.model, tuple) else (self.model,) if self.model else ()
+        if isinstance(self.model, tuple):
+            return self.model
+        return (self.model,) if self.model else ()
 
     @enough_memory("loading the data and the model")
-    def ground(self, dealt: tuple[FederatedData, Partition | None] | None = None) -> Ground:
+    def ground(self, partitioned: tuple[FederatedData, Partition | None] | None = None) -> Ground:
         """Load and partition the data, trace the model, and create the fleet.
 
         Args:
-            dealt: Data and its partition, if they are loaded already. None: they are loaded.
+            partitioned: Data and its partition, if they are loaded already. None: they are loaded.
+
+        Raises:
+            FedquiltError: The data cannot be loaded, the model cannot be traced, or a package is
+                missing.
         """
         device = device_of(self.engine.device)
         if self.engine.name != AUTO:
             ENGINES[self.engine.name].check()
         for tracker in self.trackers:
             tracker.check()
-        data, partition = dealt or self.data.federate(self.fleet.clients, self.seed)
+        data, partition = partitioned or self.data.federate(self.fleet.clients, self.seed)
         model = self.model or Model.usual(data)
         family, fleet = self._family_and_fleet(data)
         # Moved once, because the engines of all compared methods share it.
@@ -138,10 +161,16 @@ class Experiment:
         return family, self.fleet.fleet(data.num_clients, self.seed, family)
 
     def prepare(self, ground: Ground | None = None) -> Run:
-        """Return a run that has not begun.
+        """Build the run without training it.
+
+        Threads and deterministic algorithms of torch are set for the whole process.
 
         Args:
-            ground: Data, model and devices of another experiment. None: they are loaded.
+            ground: Data, model and devices of another experiment, so that they are loaded once.
+                None: they are loaded.
+
+        Returns:
+            The run before its first round. Its `settings` repeat it on another machine.
         """
         ground = ground or self.ground()
         keep_pages()
@@ -150,7 +179,8 @@ class Experiment:
 
             return replace(self, engine=quickest(self, ground)).prepare(ground)
         is_small = ground.family.member(ground.family.whole).macs < MAX_SINGLE_THREAD_MACS
-        torch.set_num_threads(self.engine.threads or (1 if is_small else torch.get_num_threads()))
+        default_threads = 1 if is_small else torch.get_num_threads()
+        torch.set_num_threads(self.engine.threads or default_threads)
         if self.engine.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it.
             torch.use_deterministic_algorithms(True)
@@ -175,9 +205,9 @@ class Experiment:
         return run
 
     def settled(self, run: Run, ground: Ground) -> Experiment:
-        """Return the experiment with every setting that it left open set to that of a prepared run.
+        """Return the experiment with the settings that it left open filled in from a prepared run.
 
-        On another machine it gives the same run.
+        It gives the same run on another machine.
 
         Args:
             run: Run that was prepared from this experiment.
@@ -222,17 +252,18 @@ class Experiment:
 
     @staticmethod
     def of(
-        settings: Settings, asked: Mapping[str, str] | None = None, file: str = ""
+        settings: Settings, flags: Mapping[str, str] | None = None, file: str = ""
     ) -> Experiment:
-        """Read settings, or raise one error that lists all problems.
+        """Read an experiment from settings, or raise one error that lists all problems.
 
         Args:
-            settings: Nested plain tables.
-            asked: Command-line flag by the path that it set, for messages. None: there are no
+            settings: Nested plain tables, such as `tomllib.load` returns them. Keys are the fields
+                of this class.
+            flags: Command-line flag by the path that it set, for messages. None: there are no
                 flags.
             file: File of the settings, for messages. Empty: there is none.
 
         Raises:
-            ConfigError: Some settings are wrong.
+            ConfigError: Some settings are wrong. The message has the path of each.
         """
-        return resolved(Experiment, settings, asked or {}, file)
+        return resolved(Experiment, settings, flags or {}, file)

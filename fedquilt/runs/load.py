@@ -23,26 +23,33 @@ from fedquilt.runs.settings_file import read_settings
 
 
 def load_run(path: str | Path, device: str = "cpu", trust: bool = False) -> Run:
-    """Return the run in a folder in its last state, to deploy from.
+    """Return the run in a folder in its last state, to evaluate, deploy or export it.
 
-    It is rebuilt from `config.toml`, and nothing is trained. If its data is not available,
-    everything that needs no data still works. `Run.absent` then has the reason.
+    The run is rebuilt from `config.toml` and its newest intact checkpoint, and nothing is trained.
+    If its data is not available, everything that needs no data still works, and `Run.absent` has
+    the reason. `fedquilt.run(…, resume=True)` continues training instead.
 
     Args:
-        path: Folder of the run.
-        device: Device for the weights, as torch names it.
+        path: Folder of the run, as `fedquilt run --out` or `fq.run(…, out=…)` wrote it.
+        device: Device for the weights, as torch names it. It may differ from that of training.
         trust: True: run code that the folder names (`file.py:NAME`), and add it to the user's list.
-            False: refuse code that is not in the list, before any of it is imported.
+            False: refuse code that is not in the list, before any of it is imported. No effect if
+            the folder names no code.
+
+    Returns:
+        The run after its last completed round.
+
+    Raises:
+        ConfigError: There is no run, its code is not trusted, or its settings cannot be read.
+        RecordError: No checkpoint is intact.
     """
     config, request = Path(path) / "config.toml", f"the run in {path} was asked for"
     if not config.is_file():
-        raise ConfigError(
-            f"{request}; "
-            f"{'there is no run in it' if Path(path).is_dir() else 'there is no such folder'}."
-        )
+        finding = "there is no run in it" if Path(path).is_dir() else "there is no such folder"
+        raise ConfigError(f"{request}; {finding}.")
     check_folder(Path(path))
     settings = read_settings(config, trust, recorded=True, asked=request)
-    newest_state = load_newest(path, device)
+    server, manifest = load_newest(path, device)
     if isinstance(init := settings.get("init"), str) and missing(init):
         settings["init"] = ""  # The checkpoint has the trained weights.
     experiment, absent = _without_data(settings, config)
@@ -56,23 +63,20 @@ def load_run(path: str | Path, device: str = "cpu", trust: bool = False) -> Run:
     )
     experiment = replace(experiment, engine=machine, trackers=())
     partitioned: tuple[FederatedData, Partition | None] | None = None
-    try:
-        partitioned = (
-            None if absent else experiment.data.federate(experiment.fleet.clients, experiment.seed)
-        )
-    except FedquiltError as error:
-        absent = str(error)
+    if not absent:
+        try:
+            partitioned = experiment.data.federate(experiment.fleet.clients, experiment.seed)
+        except FedquiltError as error:
+            absent = str(error)
     if partitioned is None:
-        if "sample" not in newest_state[1].about:  # Earlier versions did not write it.
-            raise ConfigError(f"{request}; its data cannot be had: {absent}")
-        clients = experiment.fleet.clients or DEFAULT_CLIENTS
-        partitioned = (
-            _stand_in(newest_state[1].about["sample"], clients, experiment.data.name),
-            None,
-        )
+        if "sample" not in manifest.about:  # Earlier versions did not write it.
+            raise ConfigError(f"{request}; its data is not available: {absent}")
+        num_clients = experiment.fleet.clients or DEFAULT_CLIENTS
+        stand_in = _stand_in(manifest.about["sample"], num_clients, experiment.data.name)
+        partitioned = stand_in, None
     run = experiment.prepare(experiment.ground(partitioned))
     run.absent = absent
-    return reopen(path, run, newest_state)
+    return reopen(path, run, (server, manifest))
 
 
 def _without_data(settings: Settings, config: Path) -> tuple[Experiment, str]:
@@ -88,16 +92,20 @@ def _without_data(settings: Settings, config: Path) -> tuple[Experiment, str]:
             experiment = Experiment.of({**settings, "data": "digits"}, file=str(config))
         except ConfigError:
             raise error from None
-        name = (
-            data_settings.get("name", "data")
-            if isinstance(data_settings, Mapping)
-            else str(data_settings)
-        )
+        name = str(data_settings)
+        if isinstance(data_settings, Mapping):
+            name = data_settings.get("name", "data")
         return experiment, f"{name}: {error}"
 
 
 def _stand_in(sample: Mapping[str, Any], num_clients: int, name: str) -> FederatedData:
-    """Return data of the same shape without content: one sample of zeros for all clients."""
+    """Return data of the same shape without content: one sample of zeros for all clients.
+
+    Args:
+        sample: Format of a sample, as a checkpoint has it (`about.sample_format`).
+        num_clients: Number of clients.
+        name: Name of the data that is not available.
+    """
     inputs = torch.zeros((2, *sample["shape"]), dtype=getattr(torch, sample["dtype"]))
     # Earlier versions had classes alone: one for each sample, or for each token.
     default_format = {

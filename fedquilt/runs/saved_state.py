@@ -21,9 +21,20 @@ if TYPE_CHECKING:
 
 
 def load_state(path: str | Path, device: str = "cpu") -> Server:
-    """Return the newest intact state in a run's folder, without the run.
+    """Return the newest intact state of the server in a run's folder, without the run.
 
-    The state has weights, slots and client states by name.
+    Neither the data nor the model is needed. `load_run` rebuilds the whole run instead.
+
+    Args:
+        path: Folder of the run.
+        device: Device for the tensors, as torch names it.
+
+    Returns:
+        The state after a round: `weights` by name, `slots` and `extras` of the method, and client
+        states (`memory`), which are read from disk when they are looked up.
+
+    Raises:
+        RecordError: There is no checkpoint, or none is intact.
     """
     return load_newest(path, device)[0]
 
@@ -45,7 +56,7 @@ def load_newest(path: str | Path, device: str = "cpu") -> tuple[Server, Manifest
     return newest_state
 
 
-def reopen(path: str | Path, run: Run, found: tuple[Server, Manifest]) -> Run:
+def reopen(path: str | Path, run: Run, saved: tuple[Server, Manifest]) -> Run:
     """Put a state into a run that was prepared with the same settings, without resuming it.
 
     Nothing is locked or written. Engine, device and fleet may differ. If the run has no data, the
@@ -54,10 +65,10 @@ def reopen(path: str | Path, run: Run, found: tuple[Server, Manifest]) -> Run:
     Args:
         path: Folder of the run.
         run: A prepared run.
-        found: State and manifest, as `newest` returns them.
+        saved: State and manifest, as `load_newest` returns them.
     """
-    server, manifest = found
-    _compare_what_is_deployed(manifest, run, f"the run in {path} was asked for")
+    server, manifest = saved
+    _check_deployable(manifest, run, f"the run in {path} was asked for")
     run.server = server
     run.folder = Path(path)
     run.best = Best.from_dict(manifest.about.get("best"), run.folder)
@@ -89,21 +100,25 @@ def state_after(path: Path, round: int, run: Run) -> Server:
             f"the state after round {round} was asked for; its checkpoint in {path} is damaged: "
             f"{damage}."
         )
-    _compare_what_is_deployed(
-        manifest, run, f"the state after round {round} in {path} was asked for"
-    )
+    _check_deployable(manifest, run, f"the state after round {round} in {path} was asked for")
     return server
 
 
-def _compare_what_is_deployed(manifest: Manifest, run: Run, asked: str) -> None:
-    """Refuse a state of another method, model or data. Missing data is not compared."""
-    parts = (
-        ("method", "model", "constants") if run.absent else ("method", "model", "constants", "data")
-    )
+def _check_deployable(manifest: Manifest, run: Run, request: str) -> None:
+    """Refuse a state of another method, model or data. Missing data is not compared.
+
+    Args:
+        manifest: Manifest of the state's checkpoint.
+        run: Run that the state is put into.
+        request: Beginning of the message.
+    """
+    parts = ["method", "model", "constants"]
+    if not run.absent:
+        parts.append("data")
 
     def is_compared(name: str) -> bool:
         return re.split(r"[.\[]", name)[0] in parts
 
     saved = {name: value for name, value in manifest.about["run"].items() if is_compared(name)}
     run_leaves = [leaf for leaf in leaves_of(run) if is_compared(leaf.name)]
-    check_same_run(saved, run_leaves, asked)
+    check_same_run(saved, run_leaves, request)

@@ -49,25 +49,23 @@ def _only_in_python(table: Any, file: Path) -> str:
         file: Path of the settings.
     """
     missing = table.get("missing", ()) if isinstance(table, Mapping) else ()
-    reasons = (
-        [reason for reason in missing if isinstance(reason, str)]
-        if isinstance(missing, list)
-        else []
-    )
+    reasons = []
+    if isinstance(missing, list):
+        reasons = [reason for reason in missing if isinstance(reason, str)]
     if reasons:
         why = "\n  ".join(
             ["it was begun by a script, and settings could not be written for all of it:", *reasons]
         )
         remedy = (
-            "\nA new run of the script would have settings with these changes. This one goes on in "
-            "Python"
+            "\nA new run of the script would have settings with these changes. It can be "
+            "resumed in Python"
         )
     else:
         why = (
             "it was begun by a script, with a version of fedquilt that wrote no settings for "
             "scripts."
         )
-        remedy = " It goes on in Python"
+        remedy = " It can be resumed in Python"
     return (
         f"{why}{remedy}, with the same arguments: fedquilt.run(…, out={str(file.parent)!r}, "
         "resume=True), whose result has deploy, export and per_client."

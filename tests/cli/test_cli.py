@@ -817,7 +817,7 @@ def test_a_summary_of_another_run_is_noticed(own: Path, capsys: pytest.CaptureFi
         ),
         (
             ["--data", "mine.py:data", "--labels", "2"],
-            "mine.py:data returned data that is dealt already",
+            "mine.py:data returned data that is partitioned already",
         ),
         (
             ["absent.toml"],

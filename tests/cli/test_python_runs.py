@@ -200,6 +200,6 @@ def test_folders_of_earlier_versions_are_explained(mine, capsys):
             "scripts." in told
         )
         assert (
-            "It goes on in Python, with the same arguments: fedquilt.run(…, out='run', resume=True)"
+            "It can be resumed in Python, with the same arguments: fedquilt.run(…, out='run', resume=True)"
             in told
         )

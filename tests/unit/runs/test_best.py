@@ -256,11 +256,12 @@ def test_memories_on_disk_alone_are_not_kept_and_an_error_only_where_they_are_ne
     run.train(2)
     run.best = replace(run.best, round=1, server=state)
     assert run.at("best").server.round == 1
-    with pytest.raises(RecordError, match=r"remembered in an earlier round.*not kept.*out=DIR"):
+    with pytest.raises(RecordError, match=r"client states of an earlier round.*not kept.*out=DIR"):
         run.deploy(client=0, round="best")
     run.save(tmp_path / "run")
     assert (
-        "The state of round 1, the best one, is not saved: what clients remembered" in caplog.text
+        "The state of round 1, the best one, is not saved: client states of an earlier"
+        in caplog.text
     )
     assert "best" not in json.loads((tmp_path / "run" / "summary.json").read_text())
 

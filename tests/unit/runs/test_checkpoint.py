@@ -166,7 +166,7 @@ def test_a_mapping_in_order_of_clients_wherever_they_are(tmp_path):
     assert (4, "") not in kept
     assert kept.get((4, "")) is None
     assert [value_of(kept[key]) for key in kept] == [1, 9, 3, 5]
-    assert len(kept._held) == 1  # one at a time fits
+    assert len(kept._in_memory) == 1  # one at a time fits
     del kept[3, ""]
     assert (3, "") not in kept
     assert len(kept) == 3
@@ -184,7 +184,7 @@ def test_the_least_recently_used_leave_first():
     kept[0, ""]
     kept[3, ""] = remembered(3)
     assert value_of(kept[2, ""]) == 2  # the look-up makes room
-    assert set(kept._held) == {(0, ""), (3, ""), (2, "")}
+    assert set(kept._in_memory) == {(0, ""), (3, ""), (2, "")}
     assert kept.bytes == 3 * size <= kept.limit
     assert same(kept[1, ""], remembered(1))
 
@@ -193,7 +193,7 @@ def test_a_spilled_memory_that_changes_is_the_changed_one():
     kept = small()
     kept[0, ""], kept[1, ""] = remembered(1), remembered(2)
     assert value_of(kept[1, ""]) == 2
-    assert set(kept._held) == {(1, "")}
+    assert set(kept._in_memory) == {(1, "")}
     kept[0, ""] = remembered(3)
     assert value_of(kept[1, ""]) == 2
     assert value_of(kept[0, ""]) == 3
@@ -244,7 +244,8 @@ def test_a_disk_too_full_to_spill_is_named_and_loses_nothing(tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(client_state_logs.Spill, "_new", full)
         with pytest.raises(
-            RecordError, match=rf"cannot be kept in {tmp_path}: No space left .* raise the bound"
+            RecordError,
+            match=rf"cannot be kept in {tmp_path}: No space left .* raise client_state_memory",
         ):
             kept[1, ""]
     assert (value_of(kept[0, ""]), value_of(kept[1, ""])) == (1, 2)
@@ -278,7 +279,7 @@ def test_a_checkpoint_is_found_again(tmp_path):
     assert torch.equal(found.slots["momentum"]["fc.weight"], torch.full((4,), -5.0))
     assert found.memory is again
     assert list(again) == [(3, ""), (4, "base1/")]
-    assert not again._held  # read when asked for
+    assert not again._in_memory  # read when asked for
     assert same(again[4, "base1/"], kept[4, "base1/"])
     assert Checkpoints(tmp_path / "nothing").load(again, CPU) is None
 
@@ -562,7 +563,7 @@ def test_a_memory_that_is_none_names_the_client(tmp_path):
     altered(tmp_path / "00000001.json", memory=[vars(written)])
     again = small()
     Checkpoints(tmp_path).load(again, CPU)
-    with pytest.raises(RecordError, match="the memory of client 7 on disk is not what was written"):
+    with pytest.raises(RecordError, match="the state of client 7 on disk is not what was written"):
         again[7, ""]
 
 

@@ -762,7 +762,9 @@ def test_data_is_dealt_as_asked(own: Path) -> None:
     assert dealt(Source("mine.py:dealt")) == (6, None)
     asked = small(data={"name": "mine.py:pool", "samples": 30, "partition": "labels"}).data
     assert asked == Source("mine.py:pool", {"samples": 30}, Labels())
-    with pytest.raises(ConfigError, match=r"mine\.py:dealt returned data that is dealt already"):
+    with pytest.raises(
+        ConfigError, match=r"mine\.py:dealt returned data that is partitioned already"
+    ):
         Source("mine.py:dealt", partition=Iid()).federate(None, 0)
 
 

@@ -423,7 +423,9 @@ def test_a_default_that_has_more_values_is_another_one():
     with pytest.raises(
         ConfigError, match=r"fleet\.shares\[1\]: nothing of the kind there, 0\.5 here"
     ):
-        fingerprints.check_same_run(saved, list(fingerprints._leaves("fleet", Widths())), "a run was to be resumed")
+        fingerprints.check_same_run(
+            saved, list(fingerprints._leaves("fleet", Widths())), "a run was to be resumed"
+        )
 
 
 def test_other_initial_weights_are_noticed(start, tmp_path, residual):

@@ -185,7 +185,9 @@ def test_a_client_without_data_is_named():
 
 
 def test_more_clients_than_data_parts(theirs, make_data):
-    with pytest.raises(ConfigError, match="the fleet has 5 clients, but data is partitioned among 2"):
+    with pytest.raises(
+        ConfigError, match="the fleet has 5 clients, but data is partitioned among 2"
+    ):
         fq.run(FedAvg(), theirs, make_data(theirs, (4, 4)), fq.Fleet.of((1.0,), 5))
 
 
