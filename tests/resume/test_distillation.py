@@ -51,7 +51,7 @@ def federate(perceptron, make_data, tmp_path):
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("name", ["feddf", "dsfl", "fedet"])
-def test_a_run_stopped_after_two_rounds_ends_like_one_that_was_not(name, engine, federate):
+def test_a_run_stopped_after_two_rounds_ends_like_an_uninterrupted_one(name, engine, federate):
     whole = federate(name, "whole", ROUNDS, engine)
     federate(name, "stopped", 2, engine)
     resumed = federate(name, "stopped", ROUNDS, engine)

@@ -179,7 +179,7 @@ def assert_equal(mine, theirs) -> None:
     ],
     ids=["memories", "heterofl", "terminal"],
 )
-def test_killed_runs_end_like_one_that_was_not(run, kills, tmp_path):
+def test_killed_runs_end_like_an_uninterrupted_one(run, kills, tmp_path):
     survive(run, tmp_path, kills, seed=1)
 
 
@@ -226,7 +226,7 @@ def test_a_growing_run_that_is_stopped_after_every_round_ends_as_if_it_had_not_b
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_each_stage_ends_like_one_that_was_not(tmp_path):
+def test_a_run_killed_in_each_stage_ends_like_an_uninterrupted_one(tmp_path):
     run, out = Script("growing", 7), tmp_path / "killed"
     # rounds: in stage 1, after the warm-up of stage 2 and after that of stage 3
     for behind in (
@@ -246,5 +246,5 @@ def test_a_run_killed_in_each_stage_ends_like_one_that_was_not(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_twenty_killed_runs_end_like_one_that_was_not(method, tmp_path):
+def test_twenty_killed_runs_end_like_an_uninterrupted_one(method, tmp_path):
     survive(Script(method, 25), tmp_path, 5, seed=2)

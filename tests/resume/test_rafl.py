@@ -52,7 +52,7 @@ def federate(make_data, tmp_path):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_run_stopped_after_two_rounds_ends_like_one_that_was_not(name, federate):
+def test_a_run_stopped_after_two_rounds_ends_like_an_uninterrupted_one(name, federate):
     whole = federate(name, "whole", ROUNDS)
     federate(name, "stopped", 2)
     resumed = federate(name, "stopped", ROUNDS)

@@ -340,7 +340,7 @@ def test_one_mistake_fails_no_other_checks():
     assert {one.status for one in check_method(Forgetful(), others)} == {"passed"}
 
 
-def test_without_a_run_what_needs_one_is_skipped():
+def test_checks_that_need_a_run_are_skipped_if_it_fails():
     found = {one.check: one for one in check_method(Idle(), ["run", "engines", "resume", "export"])}
     assert found.pop("run").status == "failed"
     assert {one.status for one in found.values()} == {"skipped"}

@@ -29,7 +29,7 @@ def names(ways) -> list[tuple[str, int]]:
     return [(way.name, way.threads) for way in ways]
 
 
-def test_stacks_on_one_or_all_threads_and_processes_are_tried(asked, monkeypatch):
+def test_one_thread_all_threads_and_processes_are_tried(asked, monkeypatch):
     monkeypatch.setattr(trial.Ray, "check", lambda: None)
     assert names(trial._ways(asked.engine)) == [("vectorized", 1), ("vectorized", 2), ("ray", 1)]
     monkeypatch.setattr(trial.Ray, "check", lambda: (_ for _ in ()).throw(ConfigError("no ray")))
@@ -37,7 +37,7 @@ def test_stacks_on_one_or_all_threads_and_processes_are_tried(asked, monkeypatch
 
 
 @pytest.mark.parametrize(("fast", "slow"), [(1, 2), (2, 1)])
-def test_the_fastest_plays_and_is_written_down(asked, monkeypatch, fast, slow):
+def test_the_fastest_engine_is_used_and_written_to_the_settings(asked, monkeypatch, fast, slow):
     seconds = {fast: 0.1, slow: 0.2}
     monkeypatch.setattr(
         trial, "_seconds", lambda experiment, short: seconds[experiment.engine.threads]
@@ -74,7 +74,7 @@ def test_processes_are_tried_for_long_runs_only(asked, monkeypatch):
     assert (found.name, found.workers, found.threads) == ("ray", 2, 1)
 
 
-def test_a_trial_plays_short_rounds_and_leaves_the_data_alone(asked):
+def test_a_trial_trains_short_rounds_and_does_not_change_the_data(asked):
     ground = asked.ground()
     before = ground.data.parts.order.clone()
     run = asked.prepare(ground)
@@ -82,7 +82,7 @@ def test_a_trial_plays_short_rounds_and_leaves_the_data_alone(asked):
     assert run.server.round == 0
 
 
-def test_a_trial_plays_the_last_round_in_which_a_model_has_grown(asked, monkeypatch):
+def test_a_trial_trains_the_last_round_in_which_a_model_is_complete(asked, monkeypatch):
     played = []
     monkeypatch.setattr(
         trial, "run_round", lambda federation, server, *rest: played.append((server.round, rest[2]))

@@ -184,7 +184,7 @@ def test_results_on_clients_are_validated_on_their_own_samples(family):
     assert run.records[-1].grades.validation != run.records[-1].grades.accuracy
 
 
-def test_records_tell_the_figures_and_are_read_again(family, tmp_path):
+def test_records_have_the_validation_figures_and_are_read_back(family, tmp_path):
     run = played(family, 2, out=tmp_path / "run")
     line = json.loads((tmp_path / "run" / "rounds.jsonl").read_text().splitlines()[1])
     assert line["validation"] == pytest.approx({"1.0": 4 / 6, "0.5": 4 / 6})
@@ -225,7 +225,7 @@ def normed() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("kept", ["held", "on disk"])
-def test_a_client_gets_what_it_had_in_the_best_round(kept, tmp_path):
+def test_a_client_gets_its_state_of_the_best_round(kept, tmp_path):
     """FedBN's result lives on clients, whose memories move on in the rounds behind the best one.
 
     Samples of clients are relabelled, so that training makes validation worse and the first round
@@ -243,9 +243,7 @@ def test_a_client_gets_what_it_had_in_the_best_round(kept, tmp_path):
     assert not torch.equal(mine[1].running_mean, run.deploy(client=1)[1].running_mean)
 
 
-def test_memories_on_disk_alone_are_not_kept_and_an_error_only_where_they_are_needed(
-    tmp_path, caplog
-):
+def test_client_states_on_disk_are_not_kept_and_raise_an_error_only_when_needed(tmp_path, caplog):
     run = played(fq.trace(normed, torch.zeros(2, 3)), 1, FedBN())
     memory = run.server.memory
     assert dict(memory.snapshot()) == dict(memory)
@@ -266,7 +264,7 @@ def test_memories_on_disk_alone_are_not_kept_and_an_error_only_where_they_are_ne
     assert "best" not in json.loads((tmp_path / "run" / "summary.json").read_text())
 
 
-def test_a_round_of_which_there_is_a_checkpoint_can_be_deployed(family, tmp_path):
+def test_a_round_with_a_checkpoint_can_be_deployed(family, tmp_path):
     run = played(family, out=tmp_path / "run", checkpoint=fq.Checkpointing(rounds=1, keep=3))
     assert [round_of(run.deploy(round=number)) for number in (2, 3, 4, 5)] == [2, 3, 4, 5]
     with pytest.raises(
@@ -336,7 +334,7 @@ def test_a_run_without_a_folder_is_saved_with_its_best_round(family, tmp_path):
     assert fq.load_state(tmp_path / "three").round == 5
 
 
-def test_training_on_without_the_folder_keeps_a_better_round_in_memory(family, tmp_path):
+def test_further_training_without_the_folder_keeps_a_better_round_in_memory(family, tmp_path):
     run = played(family, 1, out=tmp_path / "run").train(3)
     assert (run.best.round, run.best.folder) == (BEST, None)
     assert round_of(run.deploy(round="best")) == BEST
@@ -382,7 +380,7 @@ def test_a_manifest_with_a_best_round_that_no_run_wrote_is_damaged(best, family,
 # --- what cannot be had -------------------------------------------------------------------------
 
 
-def test_what_is_missing_is_said_with_what_would_work(family, tmp_path):
+def test_missing_states_are_reported_with_those_that_exist(family, tmp_path):
     plain = played(family, data=replace(make_data(), validation_parts=None))
     with pytest.raises(
         ConfigError,
@@ -481,7 +479,7 @@ def mine_net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def test_the_command_says_what_is_missing(own, capsys):
+def test_the_command_reports_missing_validation_samples(own, capsys):
     assert main(["run", *TRAINED, "--out", "run"]) == 0
     assert main(["export", "run", "--round", "best", "--out", "a.safetensors"]) == 2
     assert "data.validation = 0.1 in a file" in " ".join(capsys.readouterr().err.split())

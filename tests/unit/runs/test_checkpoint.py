@@ -61,7 +61,7 @@ def same(one: ClientState, other: ClientState) -> bool:
 # --- files --------------------------------------------------------------------------------------
 
 
-def test_a_memory_is_the_same_after_bytes():
+def test_a_client_state_is_decoded_without_loss():
     generator = torch.Generator().manual_seed(0)
     odd = {
         "z.bias": torch.randn(3, generator=generator).bfloat16(),
@@ -86,7 +86,7 @@ def test_a_memory_is_the_same_after_bytes():
     )
 
 
-def test_what_is_written_is_a_safetensors_file(tmp_path):
+def test_written_files_are_safetensors_files(tmp_path):
     tensors = {
         "b": torch.randn(3, 2),
         "a": torch.arange(4),
@@ -100,14 +100,14 @@ def test_what_is_written_is_a_safetensors_file(tmp_path):
         assert json.loads(file.metadata()["fedquilt"]) == {"round": 3}
 
 
-def test_a_dtype_the_format_does_not_have_is_named():
+def test_dtypes_that_the_format_lacks_are_named():
     with pytest.raises(
         RecordError, match=r"phase is torch\.complex128, which safetensors cannot hold"
     ):
         files.Blob.of({"phase": torch.zeros(1, dtype=torch.complex128)}, None)
 
 
-def test_settled_tensors_hold_on_to_nothing_larger():
+def test_settled_tensors_do_not_keep_larger_ones_alive():
     stack = torch.randn(100, 4, 3)
     one = files.settled({"w": stack[7].t()})["w"]
     assert torch.equal(one, stack[7].t())
@@ -154,7 +154,7 @@ def small(limit: int = 0, **options) -> ClientStates:
     return ClientStates(limit, **options)
 
 
-def test_a_mapping_in_order_of_clients_wherever_they_are(tmp_path):
+def test_client_states_are_in_order_of_clients_in_memory_and_on_disk(tmp_path):
     kept = small(spill_in=tmp_path)
     assert not kept
     for client in (5, 1, 3):
@@ -176,7 +176,7 @@ def test_a_mapping_in_order_of_clients_wherever_they_are(tmp_path):
         del kept[3, ""]
 
 
-def test_the_least_recently_used_leave_first():
+def test_the_least_recently_used_states_are_moved_to_disk_first():
     size = client_state_logs.state_size(remembered(0))
     kept = small(3 * size)
     for client in range(3):
@@ -189,7 +189,7 @@ def test_the_least_recently_used_leave_first():
     assert same(kept[1, ""], remembered(1))
 
 
-def test_a_spilled_memory_that_changes_is_the_changed_one():
+def test_a_changed_state_replaces_the_one_on_disk():
     kept = small()
     kept[0, ""], kept[1, ""] = remembered(1), remembered(2)
     assert value_of(kept[1, ""]) == 2
@@ -268,7 +268,7 @@ def keys_of(path: Path) -> set[str]:
         return set(file.keys())
 
 
-def test_a_checkpoint_is_found_again(tmp_path):
+def test_a_checkpoint_is_read_back(tmp_path):
     kept = small(1 << 20)
     kept[3, ""], kept[4, "base1/"] = remembered(3), remembered(4, scope="base1/")
     Checkpoints(tmp_path / "c").save(server(5, kept), {"hello": [1]})
@@ -284,7 +284,7 @@ def test_a_checkpoint_is_found_again(tmp_path):
     assert Checkpoints(tmp_path / "nothing").load(again, CPU) is None
 
 
-def test_only_changed_memories_are_written(tmp_path):
+def test_only_changed_client_states_are_written(tmp_path):
     kept, checkpoints = small(1 << 20), Checkpoints(tmp_path)
     for client in range(50):
         kept[client, ""] = remembered(client)
@@ -304,7 +304,9 @@ def test_only_changed_memories_are_written(tmp_path):
 
 @pytest.mark.parametrize("large", [3_000, 1 << 20], ids=["full packs", "growing packs"])
 @pytest.mark.parametrize("limit", [0, 1 << 20], ids=["spilling", "held"])
-def test_any_history_is_found_again_and_what_is_outdated_goes(limit, large, tmp_path, monkeypatch):
+def test_any_history_is_read_back_and_outdated_packs_are_removed(
+    limit, large, tmp_path, monkeypatch
+):
     """Random sets, deletions and checkpoints against a plain dictionary."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # slow, and nobody pulls the plug here
     monkeypatch.setattr(client_states, "FULL_PACK_BYTES", large)
@@ -501,7 +503,7 @@ def test_a_manifest_cannot_name_a_file_outside_of_its_folder(tmp_path, name, cap
 
 
 @pytest.mark.parametrize("text", [100_000 * "[", 100_000 * '{"a":', "[]", "3", "", "\x00"])
-def test_a_manifest_that_is_none_is_named_and_the_one_before_used(tmp_path, text, caplog):
+def test_a_malformed_manifest_is_named_and_the_previous_one_is_used(tmp_path, text, caplog):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(server(1, small()), {})
     (tmp_path / "99999999.json").write_text(text)
@@ -554,7 +556,7 @@ def test_a_pack_that_lists_other_sizes_than_it_has_is_passed_over(tmp_path, capl
     assert "its tensors need 1,000,000,000,000,000 bytes of data, and the file has 0" in caplog.text
 
 
-def test_a_memory_that_is_none_names_the_client(tmp_path):
+def test_a_malformed_client_state_names_the_client(tmp_path):
     kept, checkpoints = small(1 << 20), Checkpoints(tmp_path)
     kept[7, ""] = remembered(1)
     checkpoints.save(server(1, kept), {})
@@ -568,7 +570,7 @@ def test_a_memory_that_is_none_names_the_client(tmp_path):
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(part, tmp_path, monkeypatch):
+def test_a_checkpoint_that_cannot_be_written_leaves_the_previous_one(part, tmp_path, monkeypatch):
     """The disk is full at the memories, at the weights, at the manifest; with room again, nothing
     was lost.
     """
@@ -600,7 +602,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(part, tmp_pat
     assert value_of(again[0, ""]) == 2
 
 
-def test_memories_saved_into_a_second_folder_are_all_there(tmp_path):
+def test_all_client_states_are_saved_into_a_second_folder(tmp_path):
     kept = small(1 << 20)
     one, two = Checkpoints(tmp_path / "1"), Checkpoints(tmp_path / "2")
     for round, checkpoints in enumerate((one, two, one), 1):
@@ -612,7 +614,7 @@ def test_memories_saved_into_a_second_folder_are_all_there(tmp_path):
         assert [value_of(again[key]) for key in again] == list(range(1, rounds + 1))
 
 
-def test_when_a_checkpoint_is_due():
+def test_checkpoints_are_due_by_rounds_or_seconds():
     assert not Checkpointing().due(1000, 59, 0)
     assert Checkpointing().due(1, 60, 0)
     assert not Checkpointing().due(1, 60, 10)  # it took ten seconds: not before 200

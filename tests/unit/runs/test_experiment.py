@@ -110,7 +110,7 @@ def refused(**settings: Any) -> str:
 # --- layers -------------------------------------------------------------------------------------
 
 
-def test_the_demo_is_what_the_readme_says() -> None:
+def test_the_demo_has_the_settings_of_the_readme() -> None:
     experiment = Experiment.of(demo())
     assert isinstance(experiment.method, HeteroFL)
     local = experiment.method.local
@@ -127,7 +127,7 @@ def test_the_demo_is_what_the_readme_says() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_demo_runs_any_method_its_own_way(name: str) -> None:
+def test_the_demo_has_settings_for_every_method(name: str) -> None:
     method, usual = Experiment.of(demo(name)).method, METHODS[name]()
     faster = replace(usual.local.optimizer, lr=0.1)
     assert method.local == replace(usual.local, optimizer=faster, batch_size=16, epochs=2)
@@ -141,7 +141,7 @@ def test_a_method_from_a_file_keeps_its_own_local_training(own: Path) -> None:
     assert (local.optimizer.lr, local.batch_size, local.epochs) == (0.03, 5, 1)
 
 
-def test_reading_leaves_the_demo_as_it_was() -> None:
+def test_reading_does_not_change_the_demo() -> None:
     settings = demo()
     assign(settings, ["fleet", "budgets", "shares"], [1.0])
     assert DEMO["fleet"]["budgets"]["shares"] == [1.0, 0.5, 0.25]
@@ -172,7 +172,7 @@ def test_assignments_take_toml_values_and_bare_words(
 
 
 @pytest.mark.parametrize("text", ["", "method.shift", "=3", "a..b=1", "a b=1"])
-def test_assignments_that_are_none_are_refused(text: str) -> None:
+def test_malformed_assignments_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="write it as --set method"):
         parse_assignment(text)
 
@@ -186,7 +186,7 @@ def test_a_name_becomes_a_table_when_a_key_of_it_is_set() -> None:
     assert assign({"rounds": 3}, ["rounds", "x"], 1) == {"rounds": {"x": 1}}
 
 
-def test_another_name_takes_over_what_all_of_them_have() -> None:
+def test_another_name_keeps_the_keys_that_all_variants_have() -> None:
     own = {"name": "fedrolex", "shift": 2, "preset": "paper", "local": {"epochs": 3}}
     assert choose({"method": own, "rounds": 2}, ["method"], "fedavg") == {
         "method": {"preset": "paper", "local": {"epochs": 3}, "name": "fedavg"},
@@ -220,7 +220,7 @@ def test_a_preset_that_another_method_lacks_is_refused() -> None:
         assert found == METHODS[method].preset("digits")
 
 
-def test_settings_are_laid_over_one_another_table_by_table() -> None:
+def test_settings_are_merged_table_by_table() -> None:
     base = {
         "rounds": 9,
         "method": {"name": "fedrolex", "local": {"optimizer": {"lr": 0.1}, "epochs": 2}},
@@ -241,7 +241,7 @@ def test_settings_are_laid_over_one_another_table_by_table() -> None:
     assert overlay({}, base) == base
 
 
-def test_another_name_drops_the_options_of_the_one_below() -> None:
+def test_another_name_drops_the_options_of_the_previous_one() -> None:
     base = {
         "method": {"name": "fedrolex", "preset": "paper", "shift": 2, "local": {"epochs": 2}},
         "data": {"name": "x.npz", "channels": "last", "partition": {"name": "labels", "labels": 2}},
@@ -266,7 +266,7 @@ def test_another_name_drops_the_options_of_the_one_below() -> None:
     assert overlay(base, {"fleet": {"budgets": {"name": "two_level"}}}) == base
 
 
-def test_names_alone_lists_and_none_are_laid_over_tables() -> None:
+def test_names_lists_and_none_replace_tables() -> None:
     base = {
         "method": "fedavg",
         "model": "mlp",
@@ -286,7 +286,7 @@ def test_names_alone_lists_and_none_are_laid_over_tables() -> None:
     assert Experiment.of({**norms, "data": "digits"}).method.local.norm.name == "batch"
 
 
-def test_another_name_below_takes_over_what_all_there_have() -> None:
+def test_another_name_in_a_nested_table_keeps_common_keys() -> None:
     def chosen(held: Any, name: str, *path: str) -> Any:
         settings = choose(assign({}, path, held), path, name)
         for key in path:
@@ -328,7 +328,7 @@ def test_another_name_below_takes_over_what_all_there_have() -> None:
         (b"a = [1", r"x\.toml:1:7: this is not TOML: Unclosed array\."),
     ],
 )
-def test_what_is_not_toml_is_placed(text: bytes, said: str) -> None:
+def test_text_that_is_not_toml_is_reported_with_its_line(text: bytes, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_toml(text, "x.toml")
 
@@ -342,7 +342,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         read_toml(tmp_path)
 
 
-def test_all_problems_of_a_file_are_told_with_who_asked() -> None:
+def test_all_problems_of_a_file_are_reported_with_their_flags() -> None:
     settings = {
         "method": "fedrolx",
         "model": "tiny_resnet",
@@ -418,7 +418,7 @@ def test_tables_change_single_values_of_nested_settings() -> None:
     )
 
 
-def test_what_was_left_open_is_settled_by_a_run(own: Path) -> None:
+def test_open_settings_are_filled_in_by_a_run(own: Path) -> None:
     experiment = small(rounds=25, fleet={})
     ground = experiment.ground()
     run = experiment.prepare(ground)
@@ -430,7 +430,7 @@ def test_what_was_left_open_is_settled_by_a_run(own: Path) -> None:
     assert settled.settled(settled.prepare(ground), ground) == settled
 
 
-def test_data_that_came_dealt_is_written_without_a_partition(own: Path) -> None:
+def test_data_that_was_partitioned_already_is_written_without_a_partition(own: Path) -> None:
     experiment = small(data="mine.py:dealt")
     ground = experiment.ground()
     assert experiment.settled(experiment.prepare(ground), ground).data.partition is None
@@ -470,7 +470,7 @@ def test_a_link_is_written_and_read_again(own: Path, link: Any) -> None:
     assert experiment.link.loss == by_name.get(str(link), experiment.link.loss)
 
 
-def test_a_table_is_laid_over_a_link_by_name(own: Path) -> None:
+def test_a_table_is_merged_into_a_link_by_name(own: Path) -> None:
     link = small(link={"name": "lossy-mild", "loss": {"upto": 0.4}, "codec": {"bits": 8}}).link
     assert link == fq.Link(fq.links.ColumnLoss(0.1, 0.4), fq.links.Codec(8))
     assert small(link=LINK).link.loss == fq.links.Wireless(
@@ -478,7 +478,7 @@ def test_a_table_is_laid_over_a_link_by_name(own: Path) -> None:
     )
 
 
-def test_a_rate_above_its_upper_bound_is_told_what_would_help(own: Path) -> None:
+def test_a_rate_above_its_upper_bound_is_refused_with_a_remedy(own: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"link\.loss\.upto: 0\.2 was asked for.*Set upto too, or upto to none"
     ):
@@ -488,7 +488,7 @@ def test_a_rate_above_its_upper_bound_is_told_what_would_help(own: Path) -> None
     ).link.loss == fq.links.ColumnLoss(0.5)
 
 
-def test_all_that_is_wrong_with_a_link_is_told(own: Path) -> None:
+def test_all_problems_of_a_link_are_reported(own: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         small(
             link={
@@ -530,7 +530,7 @@ def test_settings_reach_the_run(own: Path) -> None:
     assert run.world.seed == 5
 
 
-def test_tf32_is_refused_where_there_is_none_and_told_with_the_rest(own: Path) -> None:
+def test_tf32_is_refused_on_a_cpu_beside_other_problems(own: Path) -> None:
     told = refused(engine={"precision": "tf32"}, rounds=0)
     assert "2 problems" in told
     assert (
@@ -544,7 +544,7 @@ def test_tf32_is_refused_where_there_is_none_and_told_with_the_rest(own: Path) -
 
 
 @pytest.mark.parametrize("device", ["nonsense", "cuda:99", "mps:x", ""])
-def test_a_device_this_machine_has_not_is_refused(own: Path, device: str) -> None:
+def test_a_device_that_this_machine_lacks_is_refused(own: Path, device: str) -> None:
     with pytest.raises(ConfigError, match=f"device '{device}' was asked for; this machine has cpu"):
         small(engine={"device": device}).prepare()
 
@@ -552,7 +552,7 @@ def test_a_device_this_machine_has_not_is_refused(own: Path, device: str) -> Non
 # --- models -------------------------------------------------------------------------------------
 
 
-def test_models_are_offered_what_the_data_is(own: Path) -> None:
+def test_models_get_sizes_of_the_data(own: Path) -> None:
     images = Pool.of(
         (torch.zeros(4, 3, 16, 16), torch.arange(4)), (torch.zeros(1, 3, 16, 16), torch.tensor([6]))
     )
@@ -578,7 +578,9 @@ def test_models_are_offered_what_the_data_is(own: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["num_classes", "num_outputs"])
-def test_a_factory_gets_the_number_of_outputs_by_the_name_it_has(tmp_path: Path, name: str) -> None:
+def test_a_factory_gets_the_number_of_outputs_by_its_parameter_name(
+    tmp_path: Path, name: str
+) -> None:
     file = tmp_path / "mine.py"
     text = (
         f"from torch import nn\ndef net({name}: int, in_features: int):\n    return "
@@ -622,19 +624,19 @@ def test_a_model_for_other_samples_is_refused_with_those_that_fit(
         Model("tiny_resnet").trace(pool)
 
 
-def test_rows_of_numbers_have_a_model() -> None:
+def test_rows_of_numbers_have_a_default_model() -> None:
     x, y = torch.zeros(4, 7), torch.arange(4) % 3
     family = Model("mlp", {"hidden": (6,)}).trace(Pool.of((x, y), (x, y)))
     assert family.count(family.whole) == 7 * 6 + 6 + 6 * 3 + 3
 
 
-def test_what_the_user_sets_wins_over_what_the_data_offers() -> None:
+def test_options_of_the_user_replace_sizes_of_the_data() -> None:
     pool = fq.data.digits()
     assert Model("tiny_resnet").trace(pool).num_classes == 10
     assert Model("tiny_resnet", {"num_classes": 12}).trace(pool).num_classes == 12
 
 
-def test_layers_that_a_paper_leaves_whole_stay_whole() -> None:
+def test_layers_that_a_paper_never_cuts_are_not_cut() -> None:
     tokens = torch.zeros(4, 6, dtype=torch.int64)
     pool = Pool.of((tokens, tokens), (tokens, tokens), num_classes=50)
     options = {"width": 8, "heads": 2, "head_dim": 4, "hidden": 16}
@@ -676,7 +678,7 @@ def test_runs_may_start_from_a_file_of_weights(own: Path) -> None:
         small(init="mine.py").prepare()
 
 
-def test_files_that_are_missing_are_told_with_all_other_mistakes(own: Path) -> None:
+def test_missing_files_are_reported_beside_other_problems(own: Path) -> None:
     told = refused(
         rounds=0,
         init="absent.safetensors",
@@ -719,7 +721,7 @@ def test_norm_statistics_may_be_missing_from_a_file_of_weights(tmp_path: Path) -
     load_weights(module, str(tmp_path / "x.safetensors"))
 
 
-def test_initial_weights_may_take_as_many_bytes_as_data(own: Path) -> None:
+def test_initial_weights_have_the_memory_limit_of_data(own: Path) -> None:
     small(rounds=1).prepare().train(1).save("one")
     (weights,) = Path("one/checkpoint").glob("0*.safetensors")
     with pytest.raises(
@@ -732,7 +734,7 @@ def test_initial_weights_may_take_as_many_bytes_as_data(own: Path) -> None:
 # --- data ---------------------------------------------------------------------------------------
 
 
-def test_data_may_take_so_many_bytes(tmp_path: Path) -> None:
+def test_data_has_a_memory_limit(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x_train=np.zeros((10, 100)), y_train=np.arange(10) % 2)
     size = 8 * 10 * 101
     named = {"name": str(tmp_path / "x.npz"), "partition": "iid"}
@@ -756,7 +758,7 @@ def dealt(source: Source, clients: int | None = None) -> tuple[int, Partition | 
     return data.num_clients, partition
 
 
-def test_data_is_dealt_as_asked(own: Path) -> None:
+def test_data_is_partitioned_as_asked(own: Path) -> None:
     assert dealt(small().data, 6) == (6, Iid())
     assert dealt(Source("mine.py:pool")) == (20, Iid())
     assert dealt(Source("mine.py:dealt")) == (6, None)
@@ -768,7 +770,7 @@ def test_data_is_dealt_as_asked(own: Path) -> None:
         Source("mine.py:dealt", partition=Iid()).federate(None, 0)
 
 
-def test_data_with_clients_of_its_own_goes_to_them(
+def test_data_that_names_its_clients_is_partitioned_by_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ours.py").write_text(
@@ -786,7 +788,7 @@ def test_data_with_clients_of_its_own_goes_to_them(
 # --- methods in files ---------------------------------------------------------------------------
 
 
-def test_methods_in_files_are_made_read_and_named(own: Path) -> None:
+def test_methods_in_files_are_created_read_and_named(own: Path) -> None:
     made = small(method={"name": "mine.py:method", "lr": 0.5, "pace": 3, "local": {"epochs": 4}})
     assert type(made.method).__name__ == "Mine"
     assert (made.method.pace, made.method.local.epochs, made.method.local.optimizer.lr) == (
@@ -838,11 +840,11 @@ def test_methods_in_files_are_made_read_and_named(own: Path) -> None:
         ),
     ],
 )
-def test_mistakes_with_files_are_told(own: Path, settings: dict[str, Any], said: str) -> None:
+def test_mistakes_with_files_are_reported(own: Path, settings: dict[str, Any], said: str) -> None:
     assert said in refused(**settings)
 
 
-def test_files_of_one_name_in_two_folders_are_two(
+def test_files_with_the_same_name_in_two_folders_are_distinct(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
@@ -855,7 +857,7 @@ def test_files_of_one_name_in_two_folders_are_two(
     assert type(found[0]) is not type(found[1])
 
 
-def test_a_name_nobody_has_does_not_hide_what_is_wrong_below_it():
+def test_an_unknown_name_does_not_hide_other_problems_of_its_table():
     settings = {
         "method": {
             "name": "fedrolx",
@@ -878,7 +880,7 @@ def test_a_name_nobody_has_does_not_hide_what_is_wrong_below_it():
     }
 
 
-def test_methods_on_one_ground_share_an_engine_and_give_the_numbers_of_their_own(own: Path) -> None:
+def test_methods_on_one_ground_share_an_engine_and_do_not_affect_each_other(own: Path) -> None:
     one, other = (Experiment.of(demo(name)) for name in ("fedavg", "heterofl"))
     ground = one.ground()
     shared = [experiment.prepare(ground).train(1) for experiment in (one, other, one)]
@@ -887,7 +889,7 @@ def test_methods_on_one_ground_share_an_engine_and_give_the_numbers_of_their_own
         assert_same(experiment.prepare(experiment.ground()).train(1), run, atol=0)
 
 
-def test_a_table_that_may_have_itself_as_a_part_is_listed_once():
+def test_a_table_that_may_contain_itself_is_listed_once():
     """ProgFed trains over any method. Listing ProgFed over ProgFed over ProgFed would not end."""
     found = leaves(METHODS["progfed"])
     assert "over.local.epochs" in found

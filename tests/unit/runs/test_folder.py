@@ -101,7 +101,7 @@ def stop_after(round: int, kind: type[BaseException] = Stop):
 # --- what is in it ------------------------------------------------------------------------------
 
 
-def test_a_folder_says_what_ran_and_what_happened(start, tmp_path):
+def test_a_folder_has_settings_records_and_summary(start, tmp_path):
     run = start(out=tmp_path / "a" / "b")
     out = tmp_path / "a" / "b"
     assert {path.name for path in out.iterdir()} == {
@@ -183,7 +183,7 @@ def test_a_record_is_read_back():
         assert Record.from_dict(json.loads(json.dumps(one.to_dict()))) == one
 
 
-def test_weights_can_be_had_without_the_run(start, tmp_path):
+def test_weights_can_be_loaded_without_the_run(start, tmp_path):
     run = start(out=tmp_path / "run")
     found = fq.load_state(tmp_path / "run")
     assert found.round == 4
@@ -195,7 +195,7 @@ def test_weights_can_be_had_without_the_run(start, tmp_path):
         fq.load_state(tmp_path / "elsewhere")
 
 
-def test_a_run_can_be_saved_afterwards_and_go_on(start, tmp_path):
+def test_a_run_can_be_saved_afterwards_and_resumed(start, tmp_path):
     whole = start(rounds=4)
     start(rounds=2).save(tmp_path / "run")
     again = start(rounds=4, out=tmp_path / "run", resume=True)
@@ -212,7 +212,7 @@ class Planned(FedAvg):
         return self if self.horizon else replace(self, horizon=rounds)
 
 
-def test_a_saved_run_goes_on_with_the_method_as_it_was_settled(start, tmp_path):
+def test_a_saved_run_is_resumed_with_the_method_as_it_was_settled(start, tmp_path):
     method = Planned(local=fq.LocalTraining(batch_size=4))
     run = start(method, rounds=2)
     run.train(3).save(tmp_path / "run")
@@ -247,9 +247,7 @@ def test_preparing_uses_a_method_as_it_is_given(start):
     ids=lambda method: f"{type(method).__name__}-{method.local.norm.name}",
 )
 @pytest.mark.parametrize("limit", [0, 1 << 30], ids=["spilling", "held"])
-def test_a_run_that_was_interrupted_goes_on_to_the_same_result(
-    limit, engine, method, start, tmp_path
-):
+def test_an_interrupted_run_is_resumed_with_the_same_result(limit, engine, method, start, tmp_path):
     whole = start(method, rounds=5, engine=engine)
     out, options = tmp_path / "run", {"engine": engine, "client_state_memory": limit, "rounds": 5}
     for round in (1, 3):
@@ -262,7 +260,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_result(
     ]
 
 
-def test_records_behind_the_checkpoint_are_played_again(start, tmp_path):
+def test_rounds_after_the_checkpoint_are_trained_again(start, tmp_path):
     """As a kill leaves it: two rounds were written down after the last checkpoint, and half of a
     third.
     """
@@ -288,7 +286,7 @@ def test_a_finished_run_returns_at_once_with_its_state(start, tmp_path):
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
-def test_half_a_line_is_cut_off_even_if_nothing_is_left_to_play(start, tmp_path):
+def test_an_incomplete_line_is_removed_even_if_no_round_is_left(start, tmp_path):
     start(out=tmp_path / "run")
     with (tmp_path / "run" / "rounds.jsonl").open("a") as file:
         file.write('{"round": 5, "sec')
@@ -296,7 +294,7 @@ def test_half_a_line_is_cut_off_even_if_nothing_is_left_to_play(start, tmp_path)
     assert len(lines(tmp_path / "run")) == 4
 
 
-def test_a_finished_run_can_go_further(start, tmp_path):
+def test_a_finished_run_can_be_extended(start, tmp_path):
     out = tmp_path / "run"
     start(rounds=2, out=out)
     with pytest.raises(Stop):
@@ -307,11 +305,11 @@ def test_a_finished_run_can_go_further(start, tmp_path):
     assert_same(start(rounds=4), again, atol=0)
 
 
-def test_resume_begins_where_there_is_nothing(start, tmp_path):
+def test_resume_starts_a_run_in_an_empty_folder(start, tmp_path):
     assert_same(start(), start(out=tmp_path / "new", resume=True), atol=0)
 
 
-def test_threads_and_the_engines_choices_are_restored(start, tmp_path, monkeypatch):
+def test_threads_and_engine_settings_are_restored(start, tmp_path, monkeypatch):
     out, asked = tmp_path / "run", []
     start(rounds=1, out=out, engine="vectorized")
     manifest = json.loads((out / "checkpoint" / "00000001.json").read_text())["about"]
@@ -342,7 +340,7 @@ def _parts(run: fq.Run):
     return run.method, run.world.family, run.data, run.fleet
 
 
-def test_another_torch_is_said(start, tmp_path, monkeypatch, caplog):
+def test_another_torch_version_is_reported(start, tmp_path, monkeypatch, caplog):
     start(rounds=1, out=tmp_path / "run")
     monkeypatch.setattr(torch, "__version__", "9.9")
     start(rounds=2, out=tmp_path / "run", resume=True)
@@ -352,7 +350,7 @@ def test_another_torch_is_said(start, tmp_path, monkeypatch, caplog):
 # --- refusals -----------------------------------------------------------------------------------
 
 
-def test_another_run_is_refused_with_what_differs(start, tmp_path, data, perceptron, make_data):
+def test_another_run_is_refused_with_the_differences(start, tmp_path, data, perceptron, make_data):
     out = tmp_path / "run"
     start(FedProx(mu=0.5), rounds=1, out=out)
     before = {path: path.read_bytes() for path in (out / "checkpoint").iterdir()}
@@ -384,7 +382,7 @@ def test_another_run_is_refused_with_what_differs(start, tmp_path, data, percept
     assert start(FedProx(mu=0.5), rounds=2, out=out, resume=True).server.round == 2
 
 
-def test_a_run_goes_on_that_was_begun_before_a_field_was_added(start, tmp_path, monkeypatch):
+def test_a_run_from_before_a_field_was_added_is_resumed(start, tmp_path, monkeypatch):
     """A field that a checkpoint does not have counts as its default."""
     out, link = tmp_path / "run", fq.Link(codec=fq.links.Codec(bits=8))
     fingerprint = fingerprints.fingerprint
@@ -414,7 +412,7 @@ def test_a_run_goes_on_that_was_begun_before_a_field_was_added(start, tmp_path, 
     assert start(FedAvg(), rounds=2, out=out, link=link, resume=True).server.round == 2
 
 
-def test_a_default_that_has_more_values_is_another_one():
+def test_a_default_with_more_values_is_a_difference():
     @dataclass
     class Widths:
         shares: tuple[float, ...] = (1.0, 0.5)
@@ -437,7 +435,7 @@ def test_other_initial_weights_are_noticed(start, tmp_path, residual):
         start(rounds=2, out=out, resume=True, family=other)
 
 
-def test_another_trace_is_noticed_and_another_place_of_it_is_none(start, tmp_path):
+def test_another_trace_is_noticed_but_not_another_path_of_its_file(start, tmp_path):
     out = tmp_path / "run"
 
     def go_on(rounds, name, text):
@@ -477,7 +475,7 @@ def test_other_constants_are_noticed(start, tmp_path, make_data):
     assert start(rounds=2, family=one, **options).server.round == 2
 
 
-def test_a_folder_that_holds_a_run_is_not_written_over(start, tmp_path):
+def test_a_folder_that_has_a_run_is_not_overwritten(start, tmp_path):
     start(rounds=1, out=tmp_path / "run")
     with pytest.raises(ConfigError, match=r"a run is there already\. Resume it, or name another"):
         start(rounds=1, out=tmp_path / "run")
@@ -532,7 +530,7 @@ def test_a_second_run_on_one_folder_is_refused_by_the_pid_of_the_first(tmp_path)
     Folder.resume(tmp_path / "run").close()
 
 
-def test_lost_checkpoints_do_not_cost_the_records(start, tmp_path):
+def test_records_survive_lost_checkpoints(start, tmp_path):
     out = tmp_path / "run"
     start(rounds=2, out=out)
     written = (out / "rounds.jsonl").read_bytes()
@@ -550,9 +548,7 @@ def harm(out: Path, place: int, old: bytes = b'"loss": ', new: bytes = b'"loss":
     (out / "rounds.jsonl").write_bytes(b"".join(text))
 
 
-def test_a_run_goes_on_from_its_checkpoint_if_rounds_are_missing_from_the_log(
-    start, tmp_path, caplog
-):
+def test_a_run_is_resumed_from_its_checkpoint_if_the_log_lacks_rounds(start, tmp_path, caplog):
     out = tmp_path / "run"
     whole = start(rounds=5)
     start(rounds=3, out=out)
@@ -567,7 +563,7 @@ def test_a_run_goes_on_from_its_checkpoint_if_rounds_are_missing_from_the_log(
     assert [record.round for record in read_records(out)] == [2, 4, 5]
 
 
-def test_a_line_that_was_edited_is_noticed_and_taken_out_on_resume(start, tmp_path, caplog):
+def test_an_edited_line_is_noticed_and_removed_on_resume(start, tmp_path, caplog):
     out = tmp_path / "run"
     whole = start(rounds=4)
     start(rounds=3, out=out)
@@ -584,7 +580,9 @@ def test_a_line_that_was_edited_is_noticed_and_taken_out_on_resume(start, tmp_pa
     assert_same(whole, replace(again, records=whole.records), atol=0)
 
 
-def test_a_log_that_is_gone_or_of_another_run_does_not_cost_the_weights(start, tmp_path, caplog):
+def test_a_log_that_is_missing_or_of_another_run_does_not_affect_the_weights(
+    start, tmp_path, caplog
+):
     out = tmp_path / "run"
     whole = start(rounds=3)
     start(rounds=2, out=out)
@@ -600,7 +598,7 @@ def test_a_log_that_is_gone_or_of_another_run_does_not_cost_the_weights(start, t
     assert "rounds 1 to 2 are missing from it" in caplog.text
 
 
-def test_a_log_that_an_earlier_version_began_goes_on_with_checksums(start, tmp_path, caplog):
+def test_a_log_of_an_earlier_version_is_continued_with_checksums(start, tmp_path, caplog):
     out = tmp_path / "run"
     start(rounds=2, out=out)
     file = out / "rounds.jsonl"
@@ -658,7 +656,7 @@ def alter_manifest(file: Path, **about: object) -> None:
     ],
     ids=str,
 )
-def test_a_manifest_sets_nothing_that_a_run_would_not_have_written(
+def test_values_of_a_manifest_that_no_run_writes_are_refused(
     start, tmp_path, about, caplog, monkeypatch
 ):
     """Its checksum is right. The checkpoint before is used, and neither threads nor the engine are
@@ -675,7 +673,7 @@ def test_a_manifest_sets_nothing_that_a_run_would_not_have_written(
     assert callable(again.engine.train)
 
 
-def test_a_checkpoint_with_other_weights_than_the_model_is_passed_over(start, tmp_path, caplog):
+def test_a_checkpoint_with_other_weights_than_the_model_is_skipped(start, tmp_path, caplog):
     out = tmp_path / "run"
     whole = start(rounds=3)
     start(rounds=2, out=out)
@@ -699,7 +697,7 @@ def test_a_checkpoint_with_other_weights_than_the_model_is_passed_over(start, tm
     assert_same(whole, again, atol=0)
 
 
-def test_settings_that_are_not_those_of_the_checkpoint_are_said(start, tmp_path, caplog):
+def test_settings_that_differ_from_the_checkpoint_are_reported(start, tmp_path, caplog):
     out = tmp_path / "run"
     start(rounds=1, out=out)
     start(rounds=2, out=out, resume=True)
@@ -878,7 +876,7 @@ def test_folders_are_synced_once_something_was_made_in_them(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, Stop])
-def test_however_a_run_stops_its_state_is_saved(kind, start, tmp_path):
+def test_the_state_is_saved_however_a_run_stops(kind, start, tmp_path):
     out = tmp_path / "run"
     with pytest.raises(kind):
         start(out=out, checkpoint=Checkpointing(), watch=stop_after(3, kind))
@@ -887,7 +885,7 @@ def test_however_a_run_stops_its_state_is_saved(kind, start, tmp_path):
     assert_same(start(), start(out=out, resume=True), atol=0)
 
 
-def test_a_round_that_fails_leaves_the_state_before_it(start, tmp_path):
+def test_a_failed_round_leaves_the_state_before_it(start, tmp_path):
     class Exploding:
         def __call__(self, round):
             return 1.0 if round < 2 else 1e200
@@ -901,7 +899,7 @@ def test_a_round_that_fails_leaves_the_state_before_it(start, tmp_path):
     assert e.value.run.server.round == fq.load_state(out).round == len(lines(out)) == 2
 
 
-def test_an_evaluation_that_fails_leaves_the_memories_before_it(start, monkeypatch):
+def test_a_failed_evaluation_leaves_the_client_states_before_it(start, monkeypatch):
     from fedquilt.engines import Sequential
 
     def broken(self, federation, exams, batch_size, by_domain=False):
@@ -917,7 +915,7 @@ def test_an_evaluation_that_fails_leaves_the_memories_before_it(start, monkeypat
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_waits_for_a_round_to_count(number):
+def test_ctrl_c_is_delayed_until_a_round_is_recorded(number):
     seen = []
     before = signal.signal(number, signal.default_int_handler)
 
@@ -935,7 +933,7 @@ def test_ctrl_c_waits_for_a_round_to_count(number):
     signal.signal(number, before)
 
 
-def test_ctrl_c_while_a_round_is_written_down_stops_after_it(start, tmp_path):
+def test_ctrl_c_while_a_round_is_written_stops_after_it(start, tmp_path):
     seen = []
 
     def watch(record):

@@ -75,13 +75,13 @@ def test_nothing_is_reached_before_anything_was_evaluated():
         ),
     ],
 )
-def test_what_can_never_be_reached_is_refused(asked, said):
+def test_impossible_milestones_are_refused(asked, said):
     with pytest.raises(ConfigError, match=said):
         reached(RECORDS, **asked)
 
 
 @pytest.mark.parametrize("target", [0, -0.1, 60, float("nan")])
-def test_a_rate_lies_between_0_and_1(target):
+def test_the_target_of_a_rate_is_between_0_and_1(target):
     said = rf"a target of {target:g} was asked for; accuracy lies in \(0, 1\]: for 60 % say 0.6."
     with pytest.raises(ConfigError, match=said):
         check_target(target, "accuracy", is_rate=True)
@@ -93,7 +93,7 @@ def test_other_figures_have_any_finite_target():
         check_target(float("inf"), "rmse")
 
 
-def test_where_lower_is_better_a_target_is_an_upper_bound():
+def test_if_lower_is_better_a_target_is_an_upper_bound():
     falling = [
         replace(
             record(number),
@@ -106,7 +106,7 @@ def test_where_lower_is_better_a_target_is_an_upper_bound():
     assert reached(falling, 0.3, metric="r2").round == 2
 
 
-def test_a_run_knows_what_it_reached(perceptron, play, make_data):
+def test_a_run_returns_its_milestones(perceptron, play, make_data):
     run = play(FedAvg(), perceptron, make_data(perceptron, (5, 6)), evaluation=fq.Evaluation())
     best = max(record.grades.accuracy["1.0"] for record in run.records)
     found = run.reached(best)

@@ -36,7 +36,7 @@ def with_domains(data: fq.FederatedData) -> fq.FederatedData:
 
 
 @pytest.mark.parametrize("name", CUTTING)
-def test_every_method_tells_what_its_clients_got(name, residual, make_data, play):
+def test_every_method_has_results_by_client(name, residual, make_data, play):
     # A model that grows does so later.
     method = with_local(METHODS[name](), batch_size=4).settled(8)
     run = play(method, residual, make_data(residual, (8,) * 3), SHARES, rounds=1)
@@ -53,7 +53,7 @@ def test_every_method_tells_what_its_clients_got(name, residual, make_data, play
     assert found.to_dict()["spread"]["macs"]["mean"] > 0
 
 
-def test_accuracy_is_told_of_a_clients_own_size_and_of_the_whole_model(residual, make_data, play):
+def test_accuracy_is_that_of_a_clients_own_size_and_of_the_whole_model(residual, make_data, play):
     """A device cannot use the whole model: beside its share stands what it gets of it."""
     data = make_data(residual, (8,) * 3, tests=60)
     run = play(with_local(HeteroFL(), batch_size=4), residual, data, SHARES)
@@ -80,7 +80,7 @@ def test_a_spread_is_the_mean_and_the_deviation_of_all():
     assert PerClient(tuple(devices), {}).spread("params") == (2.0, 1.0)
 
 
-def test_what_clients_do_not_have_is_refused_with_what_they_have(residual, make_data, play):
+def test_unknown_clients_groups_and_numbers_are_refused(residual, make_data, play):
     run = play(FedAvg(), residual, make_data(residual, (8,) * 3), rounds=1)
     for wrong in (99, 3, -1, "a", 1.5):
         with pytest.raises(
@@ -117,13 +117,13 @@ def test_sorted_base_nets_are_tested_in_their_order(residual, make_data, play):
         )
 
 
-def test_who_is_how_far_in_the_cycle_counts(residual, make_data, play):
+def test_positions_in_the_cycle_are_taken_into_account(residual, make_data, play):
     """Two clients of one round take two base nets of four, one after the other."""
     run = play(SplitMix(base=0.25), residual, make_data(residual, (8, 8)), (0.25,), rounds=1)
     assert run.per_client().trained == {"": 0.5}
 
 
-def test_costs_are_those_of_what_a_client_trains(residual, make_data, play):
+def test_costs_are_those_of_the_trained_sub_model(residual, make_data, play):
     """Figure 5: multiply-adds of a batch, and parameters of a round. Split-Mix's are a fraction of
     HeteroFL's.
     """
@@ -148,7 +148,7 @@ def test_costs_are_those_of_what_a_client_trains(residual, make_data, play):
 
 @pytest.mark.parametrize("norm", ["batch", "tracked", "per_client"])
 @pytest.mark.parametrize("name", CUTTING)
-def test_parameters_are_told_as_bytes_are_counted(name, norm, residual, make_data, play):
+def test_parameters_are_counted_as_bytes_are(name, norm, residual, make_data, play):
     """Whatever a method sends and no more: norm statistics, rows of classes, several uploads,
     copies.
     """
@@ -162,7 +162,7 @@ def test_parameters_are_told_as_bytes_are_counted(name, norm, residual, make_dat
     assert sum(device.params for device in devices) * 8 == record.bytes_down + record.bytes_up
 
 
-def test_what_each_domain_trained(residual, make_data, play):
+def test_shares_of_parameters_that_each_domain_trained(residual, make_data, play):
     """Figure 6: where devices are poor HeteroFL never trains the rest, a rolling window and base
     nets come round.
     """
@@ -186,7 +186,9 @@ def test_what_each_domain_trained(residual, make_data, play):
 
 @pytest.mark.parametrize("name", ["fedavg", "sheterofl", "splitmix"])
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_what_a_link_lost_was_not_trained(name, rounds, perceptron, make_data, play):
+def test_updates_that_a_link_lost_do_not_count_as_trained(
+    name, rounds, perceptron, make_data, play
+):
     """With weight decay all that arrives has moved, and nothing else has: the weights themselves
     are the truth.
     """
@@ -236,7 +238,7 @@ def test_plans_see_the_state_of_their_method(residual, make_data, play):
 
 
 @pytest.mark.parametrize(("rounds", "blocks"), [(1, 1), (2, 2), (3, 3)])
-def test_of_a_growing_model_the_weights_of_its_stages_are_trained(rounds, blocks, make_data, play):
+def test_weights_of_the_stages_of_a_growing_model_count_as_trained(rounds, blocks, make_data, play):
     method = with_local(ProgFed(stage_rounds=1, rounds=4), batch_size=4)
     run = play(method, growing(), make_data(growing(), (8,)), (1.0,), rounds=rounds)
     sizes = {name: run.server.weights[name].numel() for name in growing().trainable}
@@ -253,7 +255,7 @@ def test_classes_are_not_counted_where_they_do_not_matter(residual, make_data, p
     assert per_client.ever_trained(run) == {"": 1.0}
 
 
-def test_what_never_travels_is_not_lost(residual, make_data, play):
+def test_weights_that_are_never_sent_are_not_lost(residual, make_data, play):
     link = fq.Link(loss=fq.links.ColumnLoss(1.0))
     data, whole = make_data(residual, (8, 8)), {"": 1.0}
     assert (
@@ -265,7 +267,7 @@ def test_what_never_travels_is_not_lost(residual, make_data, play):
     ).per_client().trained == {"": 0.0}
 
 
-def test_domains_are_told_by_name_or_not_at_all(residual, make_data, play):
+def test_domains_have_names_or_are_left_out(residual, make_data, play):
     data = make_data(residual, (8, 8))
     run = play(with_local(FedAvg(), batch_size=4), residual, data, rounds=1)
     assert {device.domain for device in run.per_client().devices} == {""}
@@ -277,7 +279,7 @@ def test_domains_are_told_by_name_or_not_at_all(residual, make_data, play):
     assert [device.domain for device in run.per_client().devices] == ["0", "1"]
 
 
-def test_a_client_is_of_the_domain_that_most_of_its_samples_have(residual, make_data, play):
+def test_a_clients_domain_is_that_of_most_of_its_samples(residual, make_data, play):
     data = make_data(residual, (8,))
     homes = torch.zeros(len(data.targets), dtype=torch.int64)
     homes[data.parts[0][:2]] = 1

@@ -226,7 +226,7 @@ def test_an_example_of_another_size_and_trackers_are_written(prepared):
     assert [tracker["name"] for tracker in plain["trackers"]] == ["tensorboard"]
 
 
-def test_a_run_of_settings_is_written_as_they_were():
+def test_a_run_from_settings_is_written_with_these_settings():
     experiment = Experiment.of(
         {
             "method": "fedavg",
@@ -284,7 +284,7 @@ def dealt_samples() -> fq.FederatedData:
     return samples().partition(4, fq.data.Quantity())
 
 
-def test_data_that_a_function_dealt_is_not_dealt_again(prepared):
+def test_data_that_a_function_partitioned_is_not_partitioned_again(prepared):
     data = dealt_samples()
     assert "partition" not in check_equal(prepared(factory=partial(net, 3, 3), data=data))["data"]
     assert data.partition(4).origin is None
@@ -298,7 +298,7 @@ def test_data_of_unknown_origin_is_named(prepared, data):
     assert "dealt to 4 clients, and the fleet has 3" in reason(prepared(fleet=few), "data")
 
 
-def test_other_parts_that_no_file_holds_are_named(prepared, data):
+def test_other_parts_that_files_cannot_hold_are_named(prepared, data):
     class Engine(Vectorized):
         """An engine of the user's own."""
 
@@ -320,7 +320,7 @@ def untyped(hidden=None) -> nn.Module:
     return net(hidden or 6)
 
 
-def test_arguments_that_no_file_holds_are_named(prepared):
+def test_arguments_that_files_cannot_hold_are_named(prepared):
     """Without a type hint, None would come back as text."""
     assert "untyped(hidden='None'): a file cannot hold this value" in reason(
         prepared(factory=partial(untyped, None)), "model"

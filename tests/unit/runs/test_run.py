@@ -85,7 +85,7 @@ def test_deploy_gives_a_plain_module(method, theirs, play, make_data):
     assert model.conv.weight.grad is not None
 
 
-def test_what_lives_on_clients_is_deployed_by_client(theirs, play, make_data):
+def test_results_on_clients_are_deployed_by_client(theirs, play, make_data):
     """Without a client there is nothing that was trained; with one, its norms know its own data
     alone.
     """
@@ -108,7 +108,7 @@ def test_what_lives_on_clients_is_deployed_by_client(theirs, play, make_data):
     assert run.deploy(fq.Budget(share=0.5), client=0).conv.out_channels == 4
 
 
-def test_a_budget_nobody_can_use_is_refused_before_the_first_round_and_names_its_client(
+def test_an_unusable_budget_is_refused_before_the_first_round_and_names_its_client(
     theirs, make_data
 ):
     fleet = fq.Fleet.of([fq.Budget(share=1.0), fq.Budget(params=3)], 4, 1)
@@ -172,7 +172,7 @@ def test_impossible_shares_are_refused(share):
         fq.Fleet.of((1.0, share), 4)
 
 
-def test_a_budget_no_member_fits_is_refused_before_training(theirs, make_data):
+def test_a_budget_that_no_member_fits_is_refused_before_training(theirs, make_data):
     fleet = fq.Fleet.of([fq.Budget(params=3)], 2, 2)
     with pytest.raises(BudgetError, match="no member fits the budget params 3"):
         fq.run(HeteroFL(), theirs, make_data(theirs, (4, 4)), fleet, rounds=1)
@@ -184,7 +184,7 @@ def test_a_client_without_data_is_named():
         fq.FederatedData.of((x, y), (x, y), [[0], [1, 2, 3], []])
 
 
-def test_more_clients_than_data_parts(theirs, make_data):
+def test_more_clients_than_parts_of_the_data_are_refused(theirs, make_data):
     with pytest.raises(
         ConfigError, match="the fleet has 5 clients, but data is partitioned among 2"
     ):
@@ -226,7 +226,7 @@ def partition(inputs: Tensor, targets: Tensor) -> fq.FederatedData:
         (torch.zeros(4, 1, 8, 8), torch.zeros(4), "no task fits both"),
     ],
 )
-def test_data_that_does_not_fit_the_model(inputs, targets, message, theirs):
+def test_data_that_does_not_fit_the_model_is_refused(inputs, targets, message, theirs):
     with pytest.raises(DataError, match=message):
         fq.prepare(FedAvg(), theirs, partition(inputs, targets), fq.Fleet.of((1.0,), 1))
 
@@ -281,7 +281,7 @@ def test_a_loss_that_is_not_a_number_names_client_and_round_and_keeps_the_last_g
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_weights_that_are_not_finite_are_refused_even_when_the_loss_was(
+def test_weights_that_are_not_finite_are_refused_even_if_the_loss_is_finite(
     engine, theirs, play, make_data
 ):
     """One step: the loss is measured before it, and only the weights show what it did."""
@@ -294,9 +294,7 @@ def test_weights_that_are_not_finite_are_refused_even_when_the_loss_was(
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_samples_nobody_could_learn_from_are_blamed_before_the_learning_rate(
-    engine, theirs, play, make_data
-):
+def test_unusable_samples_are_named_as_the_cause_of_a_divergence(engine, theirs, play, make_data):
     data = make_data(theirs, (4, 5))
     inputs, targets = data.inputs.clone(), data.targets.clone()
     inputs[[5, 7], 0, 3, 2] = torch.tensor([torch.nan, torch.inf], dtype=torch.float64)
@@ -354,7 +352,7 @@ class Picky(nn.Module):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_what_a_users_module_raises_carries_client_round_and_stage(engine, play, make_data):
+def test_an_error_of_a_users_module_names_client_round_and_stage(engine, play, make_data):
     family = fq.trace(Picky, torch.zeros(2, 4))
     with pytest.raises(
         TrainingError,
@@ -400,7 +398,7 @@ print(run.deploy(fq.Budget(share=0.5))[0].out_features)
 """
 
 
-def test_training_needs_nothing_else_either():
+def test_training_needs_no_further_packages():
     found = subprocess.run(
         [sys.executable, "-c", _EMPTY_HANDED], capture_output=True, text=True, check=True
     )
@@ -419,7 +417,7 @@ def test_training_needs_nothing_else_either():
         ({"fleet": 3}, "run was given int '3' where a Fleet belongs"),
     ],
 )
-def test_the_usual_slips_are_told_what_belongs_there(slip, message, theirs, make_data):
+def test_arguments_of_the_wrong_type_are_refused_with_an_example(slip, message, theirs, make_data):
     right = {
         "method": FedAvg(),
         "family": theirs,
@@ -430,7 +428,7 @@ def test_the_usual_slips_are_told_what_belongs_there(slip, message, theirs, make
         fq.run(**right | slip)
 
 
-def test_a_pool_must_be_dealt_and_a_share_is_no_budget(theirs, play, make_data):
+def test_a_pool_must_be_partitioned_and_a_share_is_no_budget(theirs, play, make_data):
     data = make_data(theirs, (4, 4))
     with pytest.raises(
         ConfigError, match=r"Pool .* where a FederatedData belongs, such as pool.partition"
@@ -485,7 +483,7 @@ def test_a_net_larger_than_the_budget_is_not_deployed(theirs, play, make_data):
         run.deploy(fq.Budget(share=0.25), client=0)
 
 
-def test_runs_may_share_an_engine_and_what_it_recorded(perceptron, make_data):
+def test_runs_may_share_an_engine_and_its_captured_graphs(perceptron, make_data):
     one, other = make_data(perceptron, (9, 8, 7)), make_data(perceptron, (5, 6, 4))
     fleet, method = fq.Fleet.of([1, 1 / 2], 3, 3), fq.methods.HeteroFL()
     first = fq.prepare(method, perceptron, one, fleet, precision="fp64")
@@ -500,9 +498,7 @@ def test_runs_may_share_an_engine_and_what_it_recorded(perceptron, make_data):
     assert_same(fq.run(method, perceptron, other, fleet, rounds=2, precision="fp64"), moved)
 
 
-def test_a_run_whose_engine_another_has_used_goes_on_with_its_own_data_and_seed(
-    residual, make_data
-):
+def test_a_run_whose_engine_another_has_used_keeps_its_data_and_seed(residual, make_data):
     one, other = make_data(residual, (9, 8, 7)), make_data(residual, (5, 6, 4))
     fleet, method = fq.Fleet.of([1, 1 / 2], 3, 3), fq.methods.HeteroFL()
     first = fq.run(method, residual, one, fleet, rounds=1, precision="fp64")
@@ -535,7 +531,7 @@ def test_an_engine_serves_another_family_with_its_options(
     )
 
 
-def test_what_clients_outside_of_the_fleet_hold_is_nobodys(residual, make_data):
+def test_samples_of_clients_outside_of_the_fleet_are_not_used(residual, make_data):
     """Norm statistics are measured over the fleet's own samples."""
     data, how = make_data(residual, (5, 6, 7)), fq.Evaluation(every=0)
     fleet = fq.Fleet.of((1.0, 0.5), 2, 2)
@@ -570,7 +566,7 @@ def test_logits_may_be_more_precise_than_the_weights(engine, make_data, perceptr
     assert all(value.dtype == torch.float32 for value in run.server.weights.values())
 
 
-def test_norms_of_two_kinds_without_attacks_are_pointed_out(make_data, caplog):
+def test_dual_norms_without_attacks_give_a_warning(make_data, caplog):
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
     family, fleet = fq.trace(fq.dual(net), torch.rand(2, 4)), fq.Fleet.of((1.0,), 2, 2)
     data = make_data(family, (6, 6))
@@ -598,7 +594,7 @@ def test_statistics_that_are_no_numbers_are_refused_too(engine, residual, make_d
         fq.run(method, residual, replace(data, inputs=inputs), fleet, engine, 2)
 
 
-def test_what_a_codec_makes_of_weights_must_be_finite(perceptron, make_data):
+def test_weights_that_a_codec_returns_must_be_finite(perceptron, make_data):
     """A range of more than the largest number has no steps."""
     fleet, link = fq.Fleet.of((1.0,), 1, 1), fq.Link(codec=fq.links.Codec(bits=8))
     run = fq.prepare(FedAvg(), perceptron, make_data(perceptron, (4,)), fleet, link=link)
@@ -651,7 +647,7 @@ def test_samples_and_modules_of_any_precision_are_cast(samples, weights, percept
     )
 
 
-def test_samples_that_are_no_numbers_are_no_memory(perceptron, make_data):
+def test_samples_that_are_not_finite_are_not_reported_as_a_lack_of_memory(perceptron, make_data):
     data = make_data(perceptron, (6, 6))
     data.inputs[0] = torch.nan
     family = fq.trace(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), data.example)
@@ -659,7 +655,7 @@ def test_samples_that_are_no_numbers_are_no_memory(perceptron, make_data):
         fq.run(FedAvg(), family, data, fq.Fleet.of((1.0,), 2, 2), rounds=1)
 
 
-def test_outputs_without_a_class_are_pointed_out(caplog):
+def test_outputs_without_a_class_give_a_warning(caplog):
     samples = (torch.zeros(6, 4), torch.tensor([0, 1, 2, 0, 1, 2]))
     data = fq.FederatedData.of(samples, samples, [[0, 1, 2], [3, 4, 5]], name="mine")
     for outputs in (3, 5):
@@ -669,7 +665,7 @@ def test_outputs_without_a_class_are_pointed_out(caplog):
     assert "the model has 5 outputs, and mine has 3 classes." in caplog.text
 
 
-def test_a_share_of_less_than_one_channel_is_pointed_out(perceptron, make_data, caplog):
+def test_a_share_of_less_than_one_channel_gives_a_warning(perceptron, make_data, caplog):
     data = make_data(perceptron, (6, 6))
     for shares in ((1.0, 0.5), (1.0, 0.0001)):
         assert "less than one channel" not in caplog.text
@@ -688,7 +684,7 @@ class Drawing(HeteroFL):
         return super().plan(server, client, world)
 
 
-def test_a_plan_that_draws_from_a_global_generator_is_pointed_out(perceptron, make_data, caplog):
+def test_a_plan_that_draws_from_a_global_generator_gives_a_warning(perceptron, make_data, caplog):
     data = make_data(perceptron, (6, 6))
     draws = {"torch": lambda: torch.rand(1), "NumPy": np.random.random, "Python": random.random}
     for method in (HeteroFL(), FedRolex(), SplitMix(), FedDropout()):
@@ -716,7 +712,7 @@ def test_fields_of_another_type_are_refused(perceptron, make_data):
         fq.prepare(Tempered(temperature="hot", steps=1.5), perceptron, data, fleet)
 
 
-def test_a_state_that_is_none_is_refused(perceptron, make_data):
+def test_a_method_that_returns_no_state_is_refused(perceptron, make_data):
     class Stateless(FedAvg):
         def init(self, world):
             return None
@@ -727,7 +723,7 @@ def test_a_state_that_is_none_is_refused(perceptron, make_data):
         )
 
 
-def test_a_model_that_cannot_be_cut_is_pointed_out_where_devices_are_smaller(make_data, caplog):
+def test_a_model_that_cannot_be_cut_gives_a_warning_for_small_devices(make_data, caplog):
     family = fq.trace(lambda: nn.Linear(4, 3), torch.zeros(2, 4))
     data = make_data(family, (6, 6))
     fq.prepare(HeteroFL(), family, data, fq.Fleet.of((1.0,), 2, 2))
@@ -739,13 +735,13 @@ def test_a_model_that_cannot_be_cut_is_pointed_out_where_devices_are_smaller(mak
     )
 
 
-def test_local_settings_that_are_not_named_stay_the_methods_own():
+def test_local_settings_that_are_not_named_are_unchanged():
     method = HeteroFL().with_local(epochs=2)
     assert method.local == replace(HeteroFL().local, epochs=2)
     assert method.local.scaler
 
 
-def test_plans_are_tried_with_clients_as_they_are(perceptron, make_data):
+def test_plans_are_checked_with_the_real_clients(perceptron, make_data):
     class Scarce(FedAvg):
         ignores_budgets = True
 

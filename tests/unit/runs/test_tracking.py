@@ -93,7 +93,7 @@ def killed_and_resumed(train, tracking: Tracking, tmp_path: Path, pause: float =
 # --- values -------------------------------------------------------------------------------------
 
 
-def test_a_record_is_numbers_by_name():
+def test_a_record_is_logged_as_numbers_by_name():
     accuracy = {"1.0": 0.5, "0.5": float("nan")}
     grades = Grades("accuracy", {"accuracy": accuracy, "local_accuracy": {"1.0": 0.25}})
     record = Record(3, 0.5, 2, 10, 20, 30, None, grades=grades)
@@ -174,7 +174,7 @@ def test_tensorboard_without_a_folder_of_the_run(train, tmp_path, monkeypatch):
     assert [event.step for event in events(own).Scalars("loss")] == [1]
 
 
-def test_mlflow_is_told_of_domains_by_names_it_takes():
+def test_names_of_domains_are_converted_for_mlflow():
     pytest.importorskip("mlflow.entities")
     grades = Grades(
         "accuracy", {"accuracy": {"1.0": 0.5}, "accuracy/rotated (30°), left": {"1.0": 0.25}}
@@ -220,7 +220,7 @@ def test_wandb_offline_has_every_round(train, tmp_path):
     assert config["method.local.optimizer.lr"] == run.method.local.optimizer.lr
 
 
-def test_wandb_offline_goes_on_in_another_folder_of_the_same_run(train, tmp_path):
+def test_wandb_offline_continues_in_another_folder_of_the_same_run(train, tmp_path):
     """So says the page: the round that was played twice is in both."""
     pytest.importorskip("wandb")
     # folders are named by the second
@@ -235,7 +235,7 @@ def test_wandb_offline_goes_on_in_another_folder_of_the_same_run(train, tmp_path
     assert steps == [[1, 2, 3], [3, 4]]
 
 
-def test_wandb_is_not_told_again_what_it_knows():
+def test_wandb_gets_no_round_twice():
     """Online a run that goes on says which step comes next; a list stands in for the site."""
     told: list[int] = []
 
@@ -321,7 +321,7 @@ def _nothing_told():
     Told.all.clear()
 
 
-def test_a_tracker_that_fails_is_told_of_once_and_costs_no_run(train, caplog):
+def test_a_failing_tracker_gives_one_warning_and_the_run_continues(train, caplog):
     with caplog.at_level(logging.WARNING, "fedquilt"):
         run = train(Frail(fails=2), Frail(fails=0))
     assert run.server.round == 4
@@ -334,14 +334,14 @@ def test_a_tracker_that_fails_is_told_of_once_and_costs_no_run(train, caplog):
     assert "test_tracking.py:" in line  # The place in the user's own code.
 
 
-def test_a_run_that_is_stopped_says_so(train):
+def test_a_stopped_run_is_tracked_as_stopped(train):
     with pytest.raises(StopError):
         train(Frail(fails=0), stop=3)
     assert Told.all == [1, 2, 3, (3, False)]
 
 
 @pytest.mark.parametrize(("name", "kind"), TRACKERS.items())
-def test_a_missing_package_is_told_before_anything_is_done(
+def test_a_missing_package_is_reported_before_anything_is_done(
     name, kind, train, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(kind, "package", "nowhere_to_be_found")
@@ -353,7 +353,7 @@ def test_a_missing_package_is_told_before_anything_is_done(
     assert not (tmp_path / "run").exists()
 
 
-def test_what_cannot_be_opened_is_told_before_the_first_round(train, tmp_path):
+def test_a_tracker_that_cannot_be_opened_is_reported_before_the_first_round(train, tmp_path):
     pytest.importorskip("tensorboard")
     (tmp_path / "taken").write_text("")
     with pytest.raises(
@@ -382,7 +382,7 @@ def test_methods_that_are_compared_are_tracked_side_by_side(tmp_path, monkeypatc
         )
 
 
-def test_a_resumed_run_is_tracked_on(tmp_path, monkeypatch):
+def test_a_resumed_run_continues_its_tracking(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     monkeypatch.chdir(tmp_path)
     quick = ["--rounds", "1", "--clients", "4", "--cohort", "1", "--epochs", "1"]

@@ -134,7 +134,7 @@ def test_a_module_that_cannot_be_found_is_not_trusted(own: Path) -> None:
             check(settings, trust)
 
 
-def test_what_names_no_code_is_not_asked_about(own: Path) -> None:
+def test_settings_without_code_need_no_trust(own: Path) -> None:
     check(
         {
             "data": "hub:owner/name",
@@ -150,7 +150,7 @@ def test_files_are_found_at_any_depth(own: Path) -> None:
     assert [code.name for code in named_code(plain)] == ["one", "two"]
 
 
-def test_a_file_beside_records_is_a_runs(tmp_path: Path) -> None:
+def test_a_file_beside_records_belongs_to_a_run(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("")
     assert not is_recorded(file)

@@ -141,7 +141,7 @@ def test_an_engine_keeps_validation_samples_it_has(residual, make_data):
 # --- as settings --------------------------------------------------------------------------------
 
 
-def test_settings_hold_back_samples_of_what_was_dealt(own):
+def test_settings_hold_back_samples_of_partitioned_data(own):
     data, _ = Source("mine.py:pool", validation=0.2).federate(6, 0)
     assert data.parts.sizes.tolist() == [8] * 6
     assert data.validation_parts.sizes.tolist() == [2] * 6
@@ -174,7 +174,7 @@ def test_one_ground_serves_runs_on_both_sets(own):
     assert runs[0].metrics == runs[2].metrics != runs[1].metrics
 
 
-def test_wrong_settings_are_told(own):
+def test_wrong_settings_are_reported(own):
     with pytest.raises(
         ConfigError, match=r"data\.validation: 1\.5 was asked for; it must lie in \[0, 1\)"
     ):
@@ -205,7 +205,7 @@ def test_the_resolved_file_is_read_back_and_older_files_are_on_the_test_set(own)
 # --- folders ------------------------------------------------------------------------------------
 
 
-def test_a_run_cannot_go_on_with_other_samples(residual, make_data, play, tmp_path):
+def test_a_run_cannot_be_resumed_with_other_samples(residual, make_data, play, tmp_path):
     data, out = make_data(residual, (8, 6)).with_validation(0.3), tmp_path / "run"
     method = with_local(FedAvg(), batch_size=4)
     how = fq.Evaluation(on="validation")

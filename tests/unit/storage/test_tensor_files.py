@@ -155,7 +155,7 @@ def test_a_sealed_file_notices_every_changed_byte():
         TensorFile.of(blob(Blob.of({"a": torch.ones(1)}, {})), "x").tensors(CPU, sealed=True)
 
 
-def test_what_is_no_file_is_refused(tmp_path):
+def test_paths_that_are_not_files_are_refused(tmp_path):
     for path, message in (
         (tmp_path, "no regular file"),
         (tmp_path / "no", "No such file"),
