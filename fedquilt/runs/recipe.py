@@ -223,17 +223,15 @@ def _source(origin: Origin | None, num_clients: int, seed: int) -> Source:
     """Return the data source with its options and its partition."""
     if origin is None:
         raise ConfigError(
-            "nothing is known of how the samples were made. A data source remembers it "
-            "(fq.data.digits(), "
-            'fq.data.source("mine.npz")()), and so does a function of yours at the top level of a '
-            "file with "
-            "@fq.data.source above it. Samples that were changed afterwards, or dealt by lists of "
-            "positions, do not."
+            "it is not known how the samples were made. A data source remembers it, such as "
+            'fq.data.digits() or fq.data.source("mine.npz")(), and so does a function at the top '
+            "level of a file with @fq.data.source above it. Samples that were changed afterwards, "
+            "or partitioned by lists of positions, do not."
         )
     if origin.partition is not None and origin.num_clients != num_clients:
         raise ConfigError(
-            f"the samples were dealt to {origin.num_clients} clients, and the fleet has "
-            f"{num_clients}. Deal them to as many: deal({num_clients})."
+            f"the samples were partitioned among {origin.num_clients} clients, and the fleet has "
+            f"{num_clients}. pool.partition({num_clients}) would work."
         )
     factory, options = origin.factory, _plain_options(origin.options)
     listed = (name for name, source in DATA.items() if source is factory)

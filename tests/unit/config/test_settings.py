@@ -1,4 +1,4 @@
-"""Dataclasses from plain values and back: what is read, what is refused and how that is told."""
+"""Dataclasses from plain values and back, and the errors about settings that are wrong."""
 
 from __future__ import annotations
 

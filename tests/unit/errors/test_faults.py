@@ -1,4 +1,4 @@
-"""Errors that fedquilt did not raise itself: a lack of memory, and the user's line."""
+"""Errors that fedquilt did not raise itself: a lack of memory, and the line of the user's code."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_a_lack_of_memory_while_tracing_is_reported() -> None:
 
 @dataclass(frozen=True)
 class GreedyLoss(TaskLoss):
-    """Allocates too much for real batches, and not for the two samples that an objective is tried
-    on.
+    """A loss that allocates too much for real batches, but not for the two samples of the check
+    before a run.
     """
 
     def __call__(self, view: View) -> Tensor:

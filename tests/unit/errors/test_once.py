@@ -1,4 +1,4 @@
-"""Warnings that many members give alike are logged once by their owner."""
+"""Warnings that many members cause are logged once."""
 
 from __future__ import annotations
 

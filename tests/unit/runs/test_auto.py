@@ -1,4 +1,6 @@
-"""The engine `auto`: what was fastest in a short trial plays the run, and is written down."""
+"""The engine `auto`: the fastest engine of a short trial trains the run, and is written to the
+settings.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from tests.conftest import assert_same
 
 @pytest.fixture
 def asked(monkeypatch) -> Experiment:
-    """A short demo on two cores, and threads put back afterwards."""
+    """Return a short demo on two cores, and restore the number of threads afterwards."""
     threads = torch.get_num_threads()
     monkeypatch.setattr(trial.os, "sched_getaffinity", lambda _pid: {0, 1}, raising=False)
     yield Experiment.of({**demo(), "engine": {"name": "auto"}, "rounds": 2})

@@ -1,5 +1,5 @@
-"""The best round on validation samples: which it is, what is kept of it, and all ways to deploy
-from it.
+"""The best round on validation samples: how it is found, what is kept of it, and how it is
+deployed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SELDOM = fq.Checkpointing(seconds=0)  # none but at the beginning, at the end, a
 
 @dataclass
 class ScriptedFold:
-    """A fold that forgets what clients sent: the model predicts one class, and its bias has the
+    """A fold that ignores the clients' updates: the model predicts one class, and its bias is the
     round.
     """
 
@@ -67,7 +67,7 @@ class ScriptedFold:
 
 @dataclass(frozen=True)
 class Scripted(HeteroFL):
-    """HeteroFL whose server's model is known in every round."""
+    """HeteroFL with a server's model that is known in every round."""
 
     script: tuple[int, ...] = SCRIPT
 
@@ -85,8 +85,9 @@ def family() -> fq.Family:
 
 
 def make_data() -> fq.FederatedData:
-    """Return two clients who hold back samples of the classes 0 (four) and 1 (two); the test set
-    has class 2 alone.
+    """Return two clients that hold back four samples of class 0 and two of class 1.
+
+    The test set has class 2 only.
     """
     x, y = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
     y[[0, 1, 10, 11]], y[[2, 12]] = 0, 1
@@ -108,7 +109,7 @@ def played(
 
 
 def round_of(module: nn.Module) -> int:
-    """Return the round after which a scripted model was as it is."""
+    """Return the round whose weights a scripted model has."""
     return round(float(module(torch.zeros(1, 3)).detach().max())) - 10
 
 
@@ -120,8 +121,9 @@ def round_of(module: nn.Module) -> int:
 def test_the_best_round_is_the_earliest_with_the_best_figure_on_validation_samples(
     on, engine, family
 ):
-    """By the test set, which has class 2 alone, it would be round 3, and the last of equal rounds
-    would be 4.
+    """On the test set, which has class 2 only, round 3 would be the best.
+
+    The last of equally good rounds is 4.
     """
     run = played(family, engine=engine, evaluation=fq.Evaluation(on=on))
     assert (run.best.round, run.best.value) == (BEST, pytest.approx(4 / 6))
@@ -141,8 +143,9 @@ def test_rounds_that_are_not_evaluated_are_not_the_best(family):
 
 
 def test_the_lowest_value_is_the_best_of_a_loss(family):
-    """Predictions are 11, 12, … minus the targets, which are 12 on average; a rate of 1 would be
-    the largest.
+    """Predictions are 11, 12, … minus the targets, whose mean is 12.
+
+    A learning rate of 1 would be too large.
     """
     single = fq.trace(
         lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)), torch.zeros(2, 3)
@@ -169,7 +172,7 @@ def test_the_mean_is_over_the_shares_that_devices_have():
 
 
 def test_results_on_clients_are_validated_on_their_own_samples(family):
-    """Each client has a share of its own, so that every figure is that of one client."""
+    """Each client has its own share, so that every figure is that of one client."""
     data = replace(
         make_data(), validation_parts=Parts.of([torch.tensor([0, 1]), torch.tensor([2, 12])])
     )
@@ -226,10 +229,9 @@ def normed() -> nn.Sequential:
 
 @pytest.mark.parametrize("kept", ["held", "on disk"])
 def test_a_client_gets_its_state_of_the_best_round(kept, tmp_path):
-    """FedBN's result lives on clients, whose memories move on in the rounds behind the best one.
+    """FedBN's result is kept by clients, whose states change in the rounds after the best one.
 
-    Samples of clients are relabelled, so that training makes validation worse and the first round
-    is the best.
+    Samples are relabelled, so that training makes validation worse and the first round is the best.
     """
     family, data = fq.trace(normed, torch.zeros(2, 3)), make_data()
     targets = torch.full_like(data.targets, 2)
@@ -299,7 +301,7 @@ def test_one_state_more_is_kept_however_often_the_best_changes(family, tmp_path)
 
 @pytest.mark.parametrize("stopped", [1, 2, 3, 4])
 def test_a_resumed_run_ends_with_the_same_best_round(stopped, family, tmp_path):
-    """The folder is copied as it is after a round, as a kill would leave it, and the copy goes on."""
+    """The folder is copied after a round, as a kill would leave it, and the copy is resumed."""
     out, copy = tmp_path / "run", tmp_path / "copy"
 
     def watch(record: Record) -> None:
@@ -384,9 +386,9 @@ def test_missing_states_are_reported_with_those_that_exist(family, tmp_path):
     plain = played(family, data=replace(make_data(), validation_parts=None))
     with pytest.raises(
         ConfigError,
-        match=r'round="best" was asked for, that of the best accuracy on validation samples; clients of data hold '
-        r"back none\. data\.with_validation\(0\.1\) in Python.*Without them round 5 can be "
-        r"deployed",
+        match=r'round="best" was asked for, that of the best accuracy on validation samples; '
+        r"clients of data hold back none\. data\.with_validation\(0\.1\) in Python.*Without them "
+        r"round 5 can be deployed",
     ):
         plain.deploy(round="best")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Rounds, bytes and seconds to an accuracy, worked out by hand."""
+"""Rounds, bytes and seconds until an accuracy was reached, worked out by hand."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ RECORDS = [
 
 
 def test_a_target_is_reached_in_the_first_evaluated_round_that_has_it():
-    """All that was sent until then counts, in rounds nobody looked at too; what comes later does
-    not.
+    """All bytes until then count, also those of rounds that were not evaluated.
+
+    Later ones do not.
     """
     assert reached(RECORDS, 0.6) == Milestone(round=4, bytes=440, macs=4, seconds=2.0)
     assert reached(RECORDS, 0.55, share=1) == Milestone(4, 440, 4, 2.0)
@@ -46,7 +47,7 @@ def test_a_target_is_reached_in_the_first_evaluated_round_that_has_it():
 
 
 def test_a_link_with_a_clock_has_its_own_seconds():
-    """What counts there is the slowest client of each round, not how fast the simulation was."""
+    """The slowest client of each round counts, and not the speed of the simulation."""
     timed = [replace(one, link_seconds=10.0 * one.round) for one in RECORDS]
     assert reached(timed, 0.6) == Milestone(4, 440, macs=4, seconds=2.0, link_seconds=100.0)
     assert reached(RECORDS, 0.6).link_seconds is None

@@ -29,7 +29,7 @@ SHARES = (1.0, 0.5, 0.25)
 
 
 def with_domains(data: fq.FederatedData) -> fq.FederatedData:
-    """The first client is of one domain, the others of another."""
+    """Return data in which the first client has one domain, and the others have another."""
     homes = torch.ones(len(data.targets), dtype=torch.int64)
     homes[data.parts[0]] = 0
     return replace(data, domains=homes, domain_names=("near", "far"))
@@ -54,7 +54,7 @@ def test_every_method_has_results_by_client(name, residual, make_data, play):
 
 
 def test_accuracy_is_that_of_a_clients_own_size_and_of_the_whole_model(residual, make_data, play):
-    """A device cannot use the whole model: beside its share stands what it gets of it."""
+    """A device cannot use the whole model, so that the accuracy of its own size is listed too."""
     data = make_data(residual, (8,) * 3, tests=60)
     run = play(with_local(HeteroFL(), batch_size=4), residual, data, SHARES)
     found = run.per_client()
@@ -149,7 +149,7 @@ def test_costs_are_those_of_the_trained_sub_model(residual, make_data, play):
 @pytest.mark.parametrize("norm", ["batch", "tracked", "per_client"])
 @pytest.mark.parametrize("name", CUTTING)
 def test_parameters_are_counted_as_bytes_are(name, norm, residual, make_data, play):
-    """Whatever a method sends and no more: norm statistics, rows of classes, several uploads,
+    """Everything that a method sends counts: norm statistics, rows of classes, several uploads and
     copies.
     """
     if norm == "per_client" and issubclass(METHODS[name], Prototypes):
@@ -163,8 +163,9 @@ def test_parameters_are_counted_as_bytes_are(name, norm, residual, make_data, pl
 
 
 def test_shares_of_parameters_that_each_domain_trained(residual, make_data, play):
-    """Figure 6: where devices are poor HeteroFL never trains the rest, a rolling window and base
-    nets come round.
+    """Figure 6: with small devices only, HeteroFL never trains the remaining weights.
+
+    A rolling window and base nets reach all of them.
     """
     data = with_domains(make_data(residual, (8, 8, 8)))
     shares = (1.0, 0.25, 0.25)
@@ -189,8 +190,8 @@ def test_shares_of_parameters_that_each_domain_trained(residual, make_data, play
 def test_updates_that_a_link_lost_do_not_count_as_trained(
     name, rounds, perceptron, make_data, play
 ):
-    """With weight decay all that arrives has moved, and nothing else has: the weights themselves
-    are the truth.
+    """With weight decay, exactly the weights that arrived have changed, so that they can be
+    counted.
     """
     method = {
         "fedavg": FedAvg(),
@@ -208,9 +209,7 @@ def test_updates_that_a_link_lost_do_not_count_as_trained(
 
 
 def test_rows_of_classes_that_a_client_lacks_count_over_every_link(residual, make_data, play):
-    """A link on which nothing gets lost in this run, though it might, tells what a perfect one
-    does.
-    """
+    """A lossy link that loses nothing in this run gives the numbers of a perfect one."""
     method, data = (
         with_local(HeteroFL(), batch_size=4, masked="client"),
         make_data(residual, (8,), labels=2),
@@ -221,7 +220,7 @@ def test_rows_of_classes_that_a_client_lacks_count_over_every_link(residual, mak
 
 @dataclass(frozen=True)
 class Stated(FedAvg):
-    """Plans by an extra and a slot of the server."""
+    """A method whose plans depend on an extra and a slot of the server."""
 
     def init(self, world):
         server = super().init(world)
@@ -248,7 +247,7 @@ def test_weights_of_the_stages_of_a_growing_model_count_as_trained(rounds, block
 
 
 def test_classes_are_not_counted_where_they_do_not_matter(residual, make_data, play, monkeypatch):
-    """Going through the targets of every client of every round takes long."""
+    """Counting the targets of every client in every round would take long."""
     link = fq.Link(loss=fq.links.ColumnLoss(0.0, 1e-12))
     run = play(with_local(FedAvg(), batch_size=4), residual, make_data(residual, (8,)), link=link)
     monkeypatch.setattr(per_client, "classes_held", None)

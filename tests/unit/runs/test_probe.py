@@ -1,5 +1,6 @@
-"""What a machine can hold and how fast it trains. Times differ from machine to machine; nothing
-here asserts one.
+"""The memory and the training speed of a machine.
+
+Times differ between machines, so that no test asserts one.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def test_a_member_is_named_by_a_share_that_gives_it(residual, share):
 def test_a_probe_as_plain_values(perceptron):
     plain = json.loads(json.dumps(probe(perceptron, seconds=BRIEF).to_dict()))
     assert set(plain) == {
-        "device", "precision", "cores", "memory", "target", "measured", "samples_per_second", "macs_per_second",
-        "budget", "member",
+        "device", "precision", "cores", "memory", "target", "measured", "samples_per_second",
+        "macs_per_second", "budget", "member",
     }  # fmt: skip
     assert set(plain["budget"]) == {"macs", "memory"}
     assert set(plain["member"]) == set(plain["measured"]) == {"share", "params", "macs", "memory"}

@@ -1,4 +1,4 @@
-"""The log of a run: lines that are chained by checksums, and what is left of a log that is damaged."""
+"""The log of a run: lines that are chained by checksums, and the intact lines of a damaged log."""
 
 from __future__ import annotations
 

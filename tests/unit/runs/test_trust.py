@@ -1,4 +1,4 @@
-"""The list of trusted code: what is found in settings, how it is compared, and damaged lists."""
+"""The list of trusted code: code in settings, comparison with the list, and damaged lists."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def test_a_file_that_changed_is_not_trusted(own: Path) -> None:
 
 
 def test_another_name_in_a_trusted_file_is_not_trusted(own: Path) -> None:
-    """A folder could otherwise call what a trusted file imports, such as `subprocess.run`."""
+    """Without this, a folder could call anything that a trusted file imports, such as
+    `subprocess.run`.
+    """
     remember_code([SETTINGS])
     with pytest.raises(ConfigError, match=r"mine\.py:run is not in your list"):
         check({"model": {"name": "mine.py:run", "args": "harmful"}})
@@ -127,7 +129,7 @@ def test_functions_of_the_standard_library_are_not_trusted(own: Path) -> None:
 
 
 def test_a_module_that_cannot_be_found_is_not_trusted(own: Path) -> None:
-    """Importing it would import the package above it first."""
+    """Importing it would first import the package above it."""
     settings = {"model": "json.nowhere:net"}
     for trust in (False, True):
         with pytest.raises(ConfigError, match=r"json\.nowhere:net: this module has no file"):

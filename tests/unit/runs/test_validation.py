@@ -85,7 +85,7 @@ def test_accuracy_is_that_on_the_pooled_validation_samples(residual, make_data, 
 
 @pytest.mark.parametrize("name", ["fedavg", "local", "splitmix"])
 def test_nothing_of_the_test_set_is_seen_and_training_is_unchanged(name, residual, make_data, play):
-    """A test set that is not even finite leaves every number as it is."""
+    """A test set that is not even finite changes no number."""
     data = make_data(residual, (8, 6, 9)).with_validation(0.3)
     spoiled = replace(data, test_inputs=torch.full_like(data.test_inputs, torch.nan))
     method = with_local(METHODS[name](), batch_size=4)
@@ -102,8 +102,8 @@ def test_nothing_of_the_test_set_is_seen_and_training_is_unchanged(name, residua
 
 
 def test_clients_do_not_train_on_what_they_hold_back(residual, make_data, play):
-    """Also norms are not measured on it, and the weight of a client is that of the samples it
-    trains on.
+    """Norms are not measured on these samples either, and they do not count for the weight of a
+    client.
     """
     data = make_data(residual, (8, 6, 9)).with_validation(0.3)
     inputs = data.inputs.clone()
@@ -224,7 +224,7 @@ def test_a_run_cannot_be_resumed_with_other_samples(residual, make_data, play, t
 
 
 def test_a_run_on_the_test_set_is_identified_as_before(residual, make_data, play):
-    """Checkpoints of earlier versions say nothing of validation samples, and can be resumed."""
+    """Checkpoints of earlier versions have nothing about validation samples, and can be resumed."""
     run = play(FedAvg(), residual, make_data(residual, (8, 6)), rounds=1)
     added = {
         name: value
@@ -238,7 +238,7 @@ def test_a_run_on_the_test_set_is_identified_as_before(residual, make_data, play
 
 @pytest.mark.parametrize("has_data", [True, False])
 def test_commands_work_on_a_folder(has_data, own, capsys):
-    """`run`, `clients` and `export`, and a run whose data is gone."""
+    """Try `run`, `clients` and `export`, also without the data of the run."""
     flags = [
         "--set",
         "data.validation=0.2",

@@ -1,4 +1,4 @@
-"""The strict reader of safetensors files: what contradicts itself is refused before memory is
+"""The strict reader of safetensors files: contradictory files are refused before memory is
 allocated.
 """
 
@@ -29,7 +29,7 @@ def blob(blob: Blob) -> bytes:
 
 
 def file_of(header: Any, data: bytes = bytes(8)) -> bytes:
-    """A file with any header, as JSON or as bytes."""
+    """Return a file with any header, as JSON or as bytes."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
