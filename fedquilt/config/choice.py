@@ -23,10 +23,11 @@ class Choice(ABC):
     options. In a file, options and settings are keys of the same table.
     """
 
-    name: str
+    name: str  # Name of the factory, or file.py:function
+    # Arguments that the settings have for the factory. Missing ones are filled in by `make`
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    what: ClassVar[str] = "factory"
+    noun: ClassVar[str] = "factory"  # Word for a factory in messages
     # Options that the caller of `make` fills in if the settings leave them out.
     offers: ClassVar[frozenset[str]] = frozenset()
 

@@ -240,7 +240,7 @@ def _select(kinds: Sequence[Any], name: Any, path: str, problems: list[Problem],
     Without a name, the class of `base` is kept, or the usual variant is taken.
     """
     named = choices(kinds)
-    noun = TABLES[kinds[0]].what if len(kinds) == 1 else path.rpartition(".")[2]
+    noun = TABLES[kinds[0]].noun if len(kinds) == 1 else path.rpartition(".")[2]
     if name is UNSET and base is not UNSET and isinstance(base, tuple(kinds)):
         return type(base)
     if name is UNSET:
@@ -466,7 +466,7 @@ def _read_choice(
         finding = "nothing was found" if name is UNSET else f"{shown_value(name)} was found"
         problems.append(
             Problem(
-                _join(path, "name"), f"{finding}; the name of {with_article(kind.what)} is needed."
+                _join(path, "name"), f"{finding}; the name of {with_article(kind.noun)} is needed."
             )
         )
         return UNSET

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 class Table(NamedTuple):
     """Subclasses of a base class by the names that files use for them."""
 
-    what: str
-    kinds: Mapping[str, Any]
+    noun: str  # Word for a variant in messages, such as "method"
+    kinds: Mapping[str, Any]  # Subclasses by name
     usual: str = ""  # Variant of a table without a name. Empty if a name is required.
     short: bool = False  # If True, a variant with default values is written as its name alone.
 

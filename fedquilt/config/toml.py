@@ -69,19 +69,20 @@ def assign(settings: Settings, path: Sequence[str], value: Any) -> Settings:
         if isinstance(current, list) and len(current) > 1:
             raise ConfigError(
                 f"{'.'.join(path)} was asked for; {key} is a list of {len(current)} there, of "
-                "which each has settings of its own. A file says which is meant: a table "
-                f"[[{key}]] for each, with its name and its settings."
+                f"which each has its own settings. In a file, write a table [[{key}]] for each, "
+                "with its name and its settings."
             )
-        table[key] = (
-            {"name": current}
-            if isinstance(current, str)
-            else dict(current)
-            if isinstance(current, Mapping)
-            else {}
-        )
+        table[key] = as_table(current)
         table = table[key]
     table[last] = copy.deepcopy(value)
     return settings
+
+
+def as_table(value: Any) -> Settings:
+    """Return a copy of a table. A string is the name of a table, and other values give none."""
+    if isinstance(value, str):
+        return {"name": value}
+    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def parse_assignment(text: str) -> tuple[list[str], Any]:

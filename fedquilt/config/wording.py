@@ -56,7 +56,7 @@ def fitting_values(kind: Any) -> str:
         return f"a table, each value {fitting_values(args[1])}"
     if kind in TABLES:
         table = "a table" if TABLES[kind].usual else "a table with one"
-        return f"{with_article(TABLES[kind].what)} by its name, or {table}"
+        return f"{with_article(TABLES[kind].noun)} by its name, or {table}"
     if is_table(kind):
         return f"a table with {', '.join(fields_of(kind)) or 'nothing in it'}"
     return f"{shown_hint(kind)} (which no file can hold)"

@@ -78,7 +78,7 @@ class Case:
     method may ask for other nets and budgets (`Method.trial`).
     """
 
-    method: Method
+    method: Method  # Method that is checked, with shortened local training
 
     @property
     def data(self) -> FederatedData:
@@ -169,6 +169,6 @@ class Case:
         """
         if isinstance(self.outcome, Exception):
             raise NotApplicableError(
-                "it needs a run that succeeds; the check 'run' says why there is none"
+                "it needs a run that succeeds; the check 'run' has the reason"
             )
         return self.outcome

@@ -229,18 +229,19 @@ def check_resume(case: Case) -> str:
 
 def check_lossy_link(case: Case) -> str:
     """Check that the method runs if some of what is sent does not arrive."""
-    return _over(case, Link.preset("lossy-mild"), "a link that loses columns")
+    return _run_over(case, Link.preset("lossy-mild"), "a link that loses columns")
 
 
 def check_coded_link(case: Case) -> str:
     """Check that the method runs if changes are coded with four bits and error feedback."""
-    return _over(case, Link(codec=Codec(bits=4, feedback=True)), "a link of four bits")
+    return _run_over(case, Link(codec=Codec(bits=4, feedback=True)), "a link of four bits")
 
 
-def _over(case: Case, link: Link, what: str) -> str:
+def _run_over(case: Case, link: Link, description: str) -> str:
+    """Run a method over a link on two engines, and compare the results."""
     first = case.run(link=link)
     check_same(first, case.run("vectorized", link=link), "sequential", "vectorized")
-    return f"runs over {what}; sequential and vectorized agree to {TOLERANCE:g}"
+    return f"runs over {description}; sequential and vectorized agree to {TOLERANCE:g}"
 
 
 def check_deploy(case: Case) -> str:

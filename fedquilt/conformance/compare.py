@@ -14,53 +14,59 @@ from fedquilt.terms import Submodel
 TOLERANCE = 1e-9  # Largest difference between two runs in float64 that count as equal.
 
 
-def check_same(one: Run, other: Run, first: str, second: str, tolerance: float = TOLERANCE) -> None:
+def check_same(
+    run: Run, other_run: Run, name: str, other_name: str, tolerance: float = TOLERANCE
+) -> None:
     """Refuse two runs whose final states or records differ.
 
     Args:
-        one: A run.
-        other: Another run with the same number of rounds.
-        first: Name of the first run in messages.
-        second: Name of the second run in messages.
+        run: A run.
+        other_run: Another run with the same number of rounds.
+        name: Name of the first run in messages.
+        other_name: Name of the other run in messages.
         tolerance: Largest difference that counts as equal. 0 compares to the last bit.
     """
-    names = f"{first} and {second}"
-    state, other_state = (dict(_tensors(run.server, "")) for run in (one, other))
+    names = f"{name} and {other_name}"
+    state = dict(_tensors(run.server, ""))
+    other_state = dict(_tensors(other_run.server, ""))
     if unmatched := sorted(state.keys() ^ other_state.keys()):
         raise CheckError(
             f"{names} keep unequal tensors: only one of them has {', '.join(unmatched[:3])}."
         )
-    for name, value in state.items():
-        _check_tensors(value, other_state[name], f"{names} differ", name, tolerance)
+    for key, tensor in state.items():
+        problem = _difference(tensor, other_state[key], tolerance)
+        if problem:
+            raise CheckError(f"{names} differ {problem.format(key)}")
 
-    for record, other_record in zip(one.records, other.records, strict=True):
-        figures, other_figures = (
-            dict(_figures(compared.to_dict(), "")) for compared in (record, other_record)
-        )
-        for name in (*figures, *other_figures):
-            pair = figures.get(name), other_figures.get(name)
-            if not _is_close(*pair, tolerance):
-                values = f"{pair[0]} and {pair[1]}"
-                raise CheckError(f"{names} have unequal {name} in round {record.round}: {values}.")
-
-
-def _check_tensors(one: Tensor, other: Tensor, told: str, name: str, tolerance: float) -> None:
-    if one.shape != other.shape:
-        raise CheckError(
-            f"{told} in the shape of {name}: {tuple(one.shape)} and {tuple(other.shape)}."
-        )
-    distance = float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
-    if not distance <= tolerance:  # This also refuses NaN.
-        raise CheckError(
-            f"{told} by {distance:.2g} in {name}; at most {tolerance:g} counts as equal."
-        )
+    for record, other_record in zip(run.records, other_run.records, strict=True):
+        figures = dict(_figures(record.to_dict(), ""))
+        other_figures = dict(_figures(other_record.to_dict(), ""))
+        for key in (*figures, *other_figures):
+            figure, other_figure = figures.get(key), other_figures.get(key)
+            if not _is_close(figure, other_figure, tolerance):
+                raise CheckError(
+                    f"{names} have unequal {key} in round {record.round}: {figure} and "
+                    f"{other_figure}."
+                )
 
 
-def _is_close(one: float | None, other: float | None, tolerance: float) -> bool:
+def _difference(tensor: Tensor, other: Tensor, tolerance: float) -> str:
+    """Describe how two tensors differ, with {} for their name. Empty: they are equal."""
+    if tensor.shape != other.shape:
+        return f"in the shape of {{}}: {tuple(tensor.shape)} and {tuple(other.shape)}."
+    distance = 0.0
+    if tensor.numel():
+        distance = float((tensor.double() - other.double()).abs().max())
+    if distance <= tolerance:
+        return ""
+    return f"by {distance:.2g} in {{}}; at most {tolerance:g} counts as equal."  # NaN ends here.
+
+
+def _is_close(figure: float | None, other: float | None, tolerance: float) -> bool:
     """Return True if two figures are equal up to a tolerance. None: a run lacks the figure."""
-    if one is None or other is None:
-        return one is other
-    return one == other or abs(one - other) <= tolerance
+    if figure is None or other is None:
+        return figure is other
+    return figure == other or abs(figure - other) <= tolerance
 
 
 def _figures(value: object, path: str) -> Iterator[tuple[str, float]]:

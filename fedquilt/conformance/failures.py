@@ -7,7 +7,7 @@ from fedquilt.names import said
 
 
 class CheckError(Exception):
-    """The method does not do what a check asks."""
+    """The method fails a check."""
 
 
 class NotApplicableError(Exception):

@@ -21,10 +21,10 @@ Status = Literal["passed", "failed", "skipped"]
 class Finding:
     """The result of one check."""
 
-    check: str
-    status: Status
-    detail: str
-    seconds: float
+    check: str  # Name of the check, a key of `CHECKS`
+    status: Status  # Result. "skipped": the check does not apply to the method
+    detail: str  # Sentence on the result, or the reason of a failure
+    seconds: float  # Time that the check took
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as `fedquilt check --json` prints them."""

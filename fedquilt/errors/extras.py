@@ -1,4 +1,4 @@
-"""Optional packages of fedquilt (extras), and the text that says how to install one."""
+"""Optional packages of fedquilt (extras), and instructions on how to install one."""
 
 from fedquilt.version import __version__
 

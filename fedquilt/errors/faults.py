@@ -50,7 +50,7 @@ _LIBRARIES = tuple(
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if an error says that memory could not be allocated, on the CPU or on a GPU."""
+    """Return True if an error means that memory could not be allocated, on the CPU or on a GPU."""
     if isinstance(error, MemoryError) or (
         isinstance(error, OSError) and error.errno == errno.ENOMEM
     ):

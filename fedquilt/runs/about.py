@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fedquilt.runs.best import wrong_best
+from fedquilt.runs.best import problem_in_best
 from fedquilt.runs.checkpoint import MAX_ROUND, Manifest
 from fedquilt.terms import Server
 
@@ -105,7 +105,7 @@ def problem_in_about(manifest: Manifest) -> str:
     settled_for = entries.get("settled_for")
     if settled_for is not None and not is_round(settled_for):
         return f"about.settled_for is {str(settled_for)[:40]}"
-    if "best" in entries and (problem := wrong_best(entries["best"], manifest.round)):
+    if "best" in entries and (problem := problem_in_best(entries["best"], manifest.round)):
         return problem
     return _problem_in_sample(entries["sample"]) if "sample" in entries else ""
 
@@ -129,43 +129,45 @@ def _problem_in_sample(sample: Any) -> str:
         if not isinstance(kind, str) or not isinstance(getattr(torch, kind, None), torch.dtype):
             return f"about.sample has the type {str(kind)[:40]}"
     classes = sample.get("classes")
-    return (
-        ""
-        if type(classes) is int and classes >= 0
-        else f"about.sample has {str(classes)[:40]} classes"
-    )
+    if type(classes) is not int or classes < 0:
+        return f"about.sample has {str(classes)[:40]} classes"
+    return ""
 
 
-def problem_in_settings(settings: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+def problem_in_settings(settings: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """Return an error in the engine's settings of a checkpoint. Empty: there is none.
 
     Args:
         settings: Settings of the checkpoint.
-        own: Settings of the engine, which define the allowed names and types.
+        current: Settings of the engine, which define the allowed names and types.
     """
     for name, value in settings.items():
-        if name not in own:
+        if name not in current:
             return (
                 f"the engine has no setting {name[:40]!r}; its settings are "
-                f"{', '.join(own) or 'none'}"
+                f"{', '.join(current) or 'none'}"
             )
-        is_whole = type(value) is int and type(own[name]) is int
-        if type(value) is not type(own[name]) or (
-            is_whole and not min(own[name], 1) <= value < 1 << 63
-        ):
+        is_valid = type(value) is type(current[name])
+        if is_valid and type(value) is int:
+            is_valid = min(current[name], 1) <= value < 1 << 63
+        if not is_valid:
             return f"the engine's {name} is {str(value)[:40]!r}"
     return ""
 
 
-def problem_in_weights(found: Server, own: Server) -> str:
-    """Return a weight of a checkpoint that is missing, unexpected or misshapen. Empty: none."""
-    for name in {**own.weights, **found.weights}:
-        saved, expected = found.weights.get(name), own.weights.get(name)
-        if saved is None or expected is None:
-            return (
-                f"the weight {name[:80]!r} is "
-                f"{'missing' if saved is None else 'not one of the model'}"
-            )
+def problem_in_weights(checkpoint: Server, current: Server) -> str:
+    """Return an error on a weight that is missing, unexpected or misshapen. Empty: there is none.
+
+    Args:
+        checkpoint: State that was read.
+        current: State of the prepared run, which has the expected names and shapes.
+    """
+    for name in {**current.weights, **checkpoint.weights}:
+        saved, expected = checkpoint.weights.get(name), current.weights.get(name)
+        if saved is None:
+            return f"the weight {name[:80]!r} is missing"
+        if expected is None:
+            return f"the weight {name[:80]!r} is not one of the model"
         if (saved.shape, saved.dtype) != (expected.shape, expected.dtype):
             return (
                 f"{name} is {saved.dtype} {list(saved.shape)} and not {expected.dtype} "

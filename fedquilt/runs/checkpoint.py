@@ -93,8 +93,8 @@ class Checkpointing:
 class Manifest:
     """The list of files of a checkpoint, with their checksums."""
 
-    round: int
-    server: Written
+    round: int  # Number of completed rounds
+    server: Written  # File of the server's weights, slots and extras
     # Packs of client states, oldest first. Later ones take precedence
     memory: tuple[Written, ...]
     about: Mapping[str, Any]  # Further values that the writer needs when it resumes
@@ -126,7 +126,7 @@ class Manifest:
         """Read a manifest. Every value is checked, because a checksum does not show who wrote it.
 
         Raises:
-            ValueError: The manifest is malformed. The message says how.
+            ValueError: The manifest is malformed. The message has the reason.
         """
         try:
             plain = json.loads(text)

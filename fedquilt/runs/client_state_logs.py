@@ -59,6 +59,7 @@ class Log(ABC):
         """Return the bytes of a blob."""
 
     def _read(self, file: BinaryIO, key: Key) -> bytearray:
+        """Return the bytes of a blob from an open file."""
         offset, size = self.entries[key]
         data = bytearray(size)
         file.seek(offset)
@@ -154,13 +155,14 @@ class Spill(Log):
 
     @contextmanager
     def _blame(self) -> Iterator[None]:
+        """Raise an OSError inside as a RecordError that names the folder of the spill."""
         try:
             yield
         except OSError as error:
             raise RecordError(
                 "client states exceed client_state_memory, and the rest cannot be kept in "
-                f"{self._folder or tempfile.gettempdir()}: {why(error)}. Free space there, or raise "
-                "client_state_memory."
+                f"{self._folder or tempfile.gettempdir()}: {why(error)}. Free space there, or "
+                "raise client_state_memory."
             ) from error
 
 
@@ -185,6 +187,11 @@ def decode(data: bytearray, device: torch.device) -> ClientState:
 
 def decode_for(key: Key, data: bytearray, device: torch.device) -> ClientState:
     """Return a client state that was read from disk.
+
+    Args:
+        key: Client and scope, for the message.
+        data: Bytes of the state.
+        device: Device for the tensors.
 
     Raises:
         RecordError: The bytes are not a client state. The message names the client.

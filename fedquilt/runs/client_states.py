@@ -52,6 +52,7 @@ class ClientStates(MutableMapping[Key, ClientState]):
         self._reset()
 
     def _reset(self) -> None:
+        """Forget all states."""
         self._in_memory: OrderedDict[Key, ClientState] = OrderedDict()  # Least recently used first
         self._bytes = 0  # Bytes of the states in memory
         self._on_disk: dict[Key, Log] = {}  # Logs of the states whose current value is on disk
@@ -106,8 +107,8 @@ class ClientStates(MutableMapping[Key, ClientState]):
 
     def __repr__(self) -> str:
         return (
-            f"ClientStates of {len(self)} ({len(self._in_memory)} in memory, {self._bytes:,} bytes of "
-            f"{self.limit:,})"
+            f"ClientStates of {len(self)} ({len(self._in_memory)} in memory, {self._bytes:,} bytes "
+            f"of {self.limit:,})"
         )
 
     def snapshot(self) -> MutableMapping[Key, ClientState]:
@@ -138,6 +139,7 @@ class ClientStates(MutableMapping[Key, ClientState]):
             self._on_disk.pop(key).forget(key)
 
     def _make_room(self) -> None:
+        """Move the least recently used states to disk until the others are within the limit."""
         while self._bytes > self.limit and len(self._in_memory) > 1:  # The last one is in use.
             key, state = next(iter(self._in_memory.items()))
             if key not in self._on_disk:
@@ -219,6 +221,7 @@ class ClientStates(MutableMapping[Key, ClientState]):
         return kept_packs
 
     def _size_of_changes(self) -> int:
+        """Return the bytes of the states that changed since the last checkpoint."""
         return sum(
             self._on_disk[key].entries[key][1]
             if key in self._on_disk

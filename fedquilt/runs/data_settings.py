@@ -30,14 +30,14 @@ class Source(Choice):
     # Bytes that files of data or initial weights may take in memory. 0: half of the free memory
     max_bytes: int = 0
 
-    what: ClassVar[str] = "data set"
+    noun: ClassVar[str] = "data set"
     offers: ClassVar[frozenset[str]] = frozenset({"max_bytes"})
 
     @classmethod
     @override
     def find(cls, name: str) -> Callable[..., Any]:
         factory: Callable[..., Any] = (
-            find({}, name, cls.what) if is_reference(name) else source(name)
+            find({}, name, cls.noun) if is_reference(name) else source(name)
         )
         return factory
 

@@ -106,12 +106,11 @@ def _leaves(name: str, value: Any, is_default: bool = False) -> Iterator[Leaf]:
         yield Leaf(name, getattr(value, "__qualname__", type(value).__qualname__), is_default)
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Return True if a resumed run may have one value in place of another."""
-    first, second = (
-        {leaf.name: leaf.value for leaf in _leaves("", value)} for value in (one, other)
-    )
-    return first == second
+def is_same(first: Any, second: Any) -> bool:
+    """Return True if a resumed run may have the second value in place of the first."""
+    first_leaves = {leaf.name: leaf.value for leaf in _leaves("", first)}
+    second_leaves = {leaf.name: leaf.value for leaf in _leaves("", second)}
+    return first_leaves == second_leaves
 
 
 def _has_default(field: Field[Any], value: Any) -> bool:
@@ -126,13 +125,17 @@ def _has_default(field: Field[Any], value: Any) -> bool:
 
 
 def _digest(array: Tensor | np.ndarray) -> str:
-    rows = array[:: -(-array.nbytes // MAX_HASHED_BYTES)] if array.ndim and array.nbytes else array
+    """Return a checksum of an array, or of evenly spaced rows of a large one."""
+    rows = array
+    if array.ndim and array.nbytes:
+        stride = -(-array.nbytes // MAX_HASHED_BYTES)  # Rounded up
+        rows = array[::stride]
     if isinstance(rows, Tensor):
         rows = rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(rows.tobytes()).hexdigest()[:16]
 
 
-def check_same_run(saved: Mapping[str, Any], leaves: Sequence[Leaf], asked: str) -> None:
+def check_same_run(saved: Mapping[str, Any], leaves: Sequence[Leaf], request: str) -> None:
     """Refuse to resume with other settings, and list the differences.
 
     A checkpoint of an earlier version has no entry for a field that was added since. Such a field
@@ -141,7 +144,10 @@ def check_same_run(saved: Mapping[str, Any], leaves: Sequence[Leaf], asked: str)
     Args:
         saved: Entries of a checkpoint by name.
         leaves: Entries of the run that is to be resumed.
-        asked: Request, for the message.
+        request: Beginning of the message, such as "the run in runs/one was to be resumed".
+
+    Raises:
+        ConfigError: Some entries differ. The message lists them.
     """
     current = {leaf.name: leaf.value for leaf in leaves}
     added = {leaf.name for leaf in leaves if leaf.is_default and leaf.name not in saved}
@@ -152,13 +158,13 @@ def check_same_run(saved: Mapping[str, Any], leaves: Sequence[Leaf], asked: str)
         if name not in added and saved.get(name) != json.loads(json.dumps(current.get(name)))
     ]
     if names:
-        missing = "nothing of the kind"
+        missing = "nothing"
         lines = [
             f"{name}: {saved.get(name, missing)} there, {current.get(name, missing)} here"
             for name in names
         ]
         raise ConfigError(
-            f"{asked}, but it is another one. These differ:\n  "
+            f"{request}, but it is another one. These differ:\n  "
             + "\n  ".join(lines)
             + "\n  Ask for what it was, or name another folder."
         )

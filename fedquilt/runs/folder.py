@@ -313,6 +313,7 @@ class Folder:
             self._check = check
 
     def _save(self) -> None:
+        """Save a checkpoint of the run, unless its last round has one."""
         run = self._run
         if run is None or run.server.round == self._checkpoints.newest:
             return

@@ -58,7 +58,7 @@ class Model(Choice):
     # Name of the net if there are several models. None: the name of the model
     net_name: str | None = None
 
-    what: ClassVar[str] = "model"
+    noun: ClassVar[str] = "model"
     offers: ClassVar[frozenset[str]] = frozenset(
         {"num_classes", "num_outputs", "in_features", "in_channels", "image_size", "max_length"}
     )
@@ -76,7 +76,7 @@ class Model(Choice):
             from fedquilt.supernet.model import SearchedModel
 
             return SearchedModel
-        entry = find(MODELS, name, cls.what)
+        entry = find(MODELS, name, cls.noun)
         return entry.factory if isinstance(entry, ModelSpec) else entry
 
     @property

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fedquilt.config.toml import Settings, assign
+from fedquilt.config.toml import Settings, as_table, assign
 from fedquilt.config.variants import variants
 from fedquilt.runs.experiment import Experiment
 
@@ -25,13 +25,7 @@ def choose(settings: Settings, path: Sequence[str], name: Any) -> Settings:
     current: Any = settings
     for key in path:
         current = current.get(key, {}) if isinstance(current, Mapping) else {}
-    table = (
-        {"name": current}
-        if isinstance(current, str)
-        else dict(current)
-        if isinstance(current, Mapping)
-        else {}
-    )
+    table = as_table(current)
     alternatives = variants(Experiment, path)
     if alternatives and table.get("name", alternatives.usual) != name:
         table = {
@@ -42,7 +36,7 @@ def choose(settings: Settings, path: Sequence[str], name: Any) -> Settings:
     return assign(settings, path, {**table, "name": name})
 
 
-def overlay(base: Settings, over: Settings) -> Settings:
+def overlay(base: Settings, changes: Settings) -> Settings:
     """Return settings with others merged into them. Neither argument is changed.
 
     Tables are merged. If a name changes, `choose` decides which options of the base are kept. A
@@ -50,18 +44,19 @@ def overlay(base: Settings, over: Settings) -> Settings:
 
     Args:
         base: Settings below.
-        over: Settings on top, which may have a part of the keys only.
+        changes: Settings on top, which may have a part of the keys only.
     """
     settings = copy.deepcopy(base)
-    _merge(settings, [], over)
+    _merge(settings, [], changes)
     return settings
 
 
-def _merge(settings: Settings, path: list[str], over: Mapping[str, Any]) -> None:
+def _merge(settings: Settings, path: list[str], changes: Mapping[str, Any]) -> None:
+    """Merge changes into the table at a path, in-place."""
     # Names come first, because they decide which other keys are allowed.
-    if path and "name" in over:
-        choose(settings, path, over["name"])
-    for key, value in over.items():
+    if path and "name" in changes:
+        choose(settings, path, changes["name"])
+    for key, value in changes.items():
         inner_path = [*path, key]
         if isinstance(value, Mapping):
             _merge(settings, inner_path, value)

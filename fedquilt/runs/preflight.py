@@ -89,6 +89,15 @@ def check_fleet(federation: Federation, server: Server, fleet: Fleet, engine: En
     """Refuse a budget with which nothing can be trained, and name its client.
 
     Without this check, a run would fail only when the client is sampled, which may be days later.
+
+    Args:
+        federation: World, method and link.
+        server: State before the first round.
+        fleet: Devices, of whose budgets the first `MAX_BUDGETS` are checked.
+        engine: Engine of the run.
+
+    Raises:
+        BudgetError: Some budget cannot be used.
     """
     method, world = federation.method, federation.world
     partial_budgets = [
@@ -155,7 +164,15 @@ def _turns(federation: Federation, server: Server) -> list[Server]:
 def check_nets(
     federation: Federation, server: Server, fleet: Fleet, engine: Simulation, evaluation: Evaluation
 ) -> None:
-    """Refuse nets that differ from the user's model, and objectives that fail."""
+    """Refuse nets that differ from the user's model, and objectives that fail.
+
+    Args:
+        federation: World, method and link.
+        server: State before the first round.
+        fleet: Devices, whose budgets decide the nets.
+        engine: Engine of the run, which has the samples.
+        evaluation: Shares that are evaluated.
+    """
     method = federation.method
     modes = compared_passes(method.local, method.local.norm)
     trained = list(_trained(federation, server, fleet, engine))

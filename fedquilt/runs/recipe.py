@@ -257,6 +257,7 @@ def _devices(run: Run, seed: int) -> Devices:
 
 
 def _machine(run: Run) -> Machine:
+    """Return the settings of a run's engine, with the threads of this process."""
     engine = run.engine
     name = next((name for name, kind in ENGINES.items() if kind is type(engine)), None)
     if name is None:

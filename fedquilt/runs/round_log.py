@@ -33,7 +33,7 @@ class Line:
     """A line of the log that holds the record of a round."""
 
     text: bytes  # Content without the line break
-    record: Record
+    record: Record  # Record of the round
     # Checksum of the previous line, as this line has it. None: an earlier version wrote the line
     previous: str | None
     check: str  # Checksum of this line
@@ -43,7 +43,7 @@ class Line:
 class RoundLog:
     """The intact lines of a log, and descriptions of the damaged ones."""
 
-    lines: tuple[Line, ...] = ()
+    lines: tuple[Line, ...] = ()  # Intact lines in the order of the file
     damage: tuple[str, ...] = ()  # Descriptions such as "line 3: its checksum differs"
 
     @property

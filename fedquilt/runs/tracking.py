@@ -45,7 +45,7 @@ class About:
     """Description of a run for a tracker that is opened."""
 
     id: str  # Identifier, which stays the same when the run is resumed
-    name: str
+    name: str  # Name of the run in the tracker
     config: Mapping[str, Scalar]  # All settings by dotted path
     done: int  # Completed rounds. Later ones may have been logged before, and are logged again
     measures: tuple[str, ...]  # Names of metrics that are compared between runs
@@ -58,12 +58,12 @@ class Tracker(Protocol):
     def log(self, record: Record) -> None:
         """Log the record of a round."""
 
-    def finish(self, summary: Mapping[str, Any], whole: bool) -> None:
+    def finish(self, summary: Mapping[str, Any], is_complete: bool) -> None:
         """End the tracking of a run.
 
         Args:
             summary: Summary of the run.
-            whole: True if the run completed all rounds. False if it was stopped before.
+            is_complete: True if the run completed all rounds. False if it was stopped before.
         """
 
 
@@ -154,7 +154,7 @@ class _TensorBoard:
             self.writer.add_scalar(name, value, record.round)
         self.writer.flush()  # A killed run has logged all its rounds.
 
-    def finish(self, summary: Mapping[str, Any], whole: bool) -> None:
+    def finish(self, summary: Mapping[str, Any], is_complete: bool) -> None:
         self.writer.close()
 
 
@@ -162,8 +162,9 @@ class _TensorBoard:
 class WandB(Tracking):
     """Weights & Biases: its site, a private server, or files for a later `wandb sync`."""
 
-    project: str = "fedquilt"
+    project: str = "fedquilt"  # Name of the W&B project
     entity: str = ""  # User or team that owns the run. Empty: that of the login
+    # "online": send to a server. "offline": write files for a later `wandb sync`
     mode: Literal["online", "offline"] = "online"
     # Folder that wandb/ is created in. Empty: the run's folder, or the working directory
     dir: str = ""
@@ -200,11 +201,11 @@ class _WandB:
         if record.round >= self.first:
             self.run.log(scalars(record), step=record.round, commit=True)
 
-    def finish(self, summary: Mapping[str, Any], whole: bool) -> None:
+    def finish(self, summary: Mapping[str, Any], is_complete: bool) -> None:
         self.run.summary.update(
             {f"total/{name}": summary[name] for name in ("seconds", "bytes_down", "bytes_up")}
         )
-        self.run.finish(exit_code=0 if whole else 1)
+        self.run.finish(exit_code=0 if is_complete else 1)
 
 
 @dataclass(frozen=True)
@@ -278,8 +279,8 @@ class _MLflow:
             metrics=[Metric(name, value, milliseconds, step) for name, value in new.items()],
         )
 
-    def finish(self, summary: Mapping[str, Any], whole: bool) -> None:
-        self.client.set_terminated(self.id, status="FINISHED" if whole else "KILLED")
+    def finish(self, summary: Mapping[str, Any], is_complete: bool) -> None:
+        self.client.set_terminated(self.id, status="FINISHED" if is_complete else "KILLED")
 
 
 TRACKERS: dict[str, type[Tracking]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
@@ -351,6 +352,7 @@ def _call_each(
 
 
 def _about(run: Run, config: Mapping[str, Any], folder: Path | None) -> About:
+    """Return the description of a run that trackers are opened with."""
     from fedquilt.round.labels import share_label, tested_budgets
 
     budgets = tested_budgets(run.method, run.fleet.kinds) or (Budget(share=1.0),)
@@ -374,7 +376,7 @@ def _id(folder: Path | None) -> str:
             return str(json.loads(file.read_text())["id"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RecordError(
-                f"{file} says what the run is tracked as; it cannot be read: {said(error)}."
+                f"{file} has the identifier for trackers; it cannot be read: {said(error)}."
             ) from error
     id = uuid.uuid4().hex[:8]
     if file:

@@ -186,6 +186,7 @@ def named_code(plain: Any) -> list[Code]:
 
 
 def _texts(plain: Any) -> Iterator[str]:
+    """Yield all texts in plain settings, at any depth."""
     if isinstance(plain, str):
         yield plain
     elif isinstance(plain, Mapping):

@@ -38,9 +38,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Written:
     """Name, size and checksum of a written file, to detect damage later."""
 
-    name: str
-    size: int
-    sha256: str
+    name: str  # File name without its folder
+    size: int  # Bytes of the file
+    sha256: str  # Checksum in hexadecimal digits
 
     def damage(self, folder: Path) -> str:
         """Return a description of the file's damage, or an empty string if it is intact."""
@@ -68,7 +68,7 @@ def write(path: Path, chunks: Iterable[Bytes]) -> Written:
     """
     # Without this check, root could replace /dev/null by a file.
     if path.exists() and not path.is_file():
-        raise FileExistsError(errno.EEXIST, "what is there is no file")
+        raise FileExistsError(errno.EEXIST, "the path is not a plain file")
     temporary = path.with_name(path.name + TEMPORARY)
     refuse_special(temporary)
     temporary.unlink(missing_ok=True)  # A killed process may have left one.

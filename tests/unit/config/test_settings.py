@@ -74,7 +74,7 @@ def cake(
 @dataclass(frozen=True)
 class Recipe(Choice):
     tries: int = 1
-    what: ClassVar[str] = "recipe"
+    noun: ClassVar[str] = "recipe"
 
     @classmethod
     def find(cls, name: str) -> Callable[..., Any]:

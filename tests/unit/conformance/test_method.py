@@ -346,7 +346,7 @@ def test_checks_that_need_a_run_are_skipped_if_it_fails():
     found = {one.check: one for one in check_method(Idle(), ["run", "engines", "resume", "export"])}
     assert found.pop("run").status == "failed"
     assert {one.status for one in found.values()} == {"skipped"}
-    assert "the check 'run' says why" in found["resume"].detail
+    assert "the check 'run' has the reason" in found["resume"].detail
 
 
 def test_a_method_that_ignores_budgets_is_not_asked_to_keep_them():

@@ -33,9 +33,13 @@ def names(ways) -> list[tuple[str, int]]:
 
 def test_one_thread_all_threads_and_processes_are_tried(asked, monkeypatch):
     monkeypatch.setattr(trial.Ray, "check", lambda: None)
-    assert names(trial._ways(asked.engine)) == [("vectorized", 1), ("vectorized", 2), ("ray", 1)]
+    assert names(trial._candidates(asked.engine)) == [
+        ("vectorized", 1),
+        ("vectorized", 2),
+        ("ray", 1),
+    ]
     monkeypatch.setattr(trial.Ray, "check", lambda: (_ for _ in ()).throw(ConfigError("no ray")))
-    assert names(trial._ways(asked.engine)) == [("vectorized", 1), ("vectorized", 2)]
+    assert names(trial._candidates(asked.engine)) == [("vectorized", 1), ("vectorized", 2)]
 
 
 @pytest.mark.parametrize(("fast", "slow"), [(1, 2), (2, 1)])

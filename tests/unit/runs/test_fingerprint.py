@@ -63,10 +63,10 @@ def test_a_run_from_before_a_field_was_added_is_resumed(start, tmp_path, monkeyp
         patched.setattr(folders, "fingerprint", earlier)
         start(FedAvg(), rounds=1, out=out, link=link)
     others = {
-        r"method\.local\.keep_optimizer: nothing of the kind there, True here": {
+        r"method\.local\.keep_optimizer: nothing there, True here": {
             "method": FedAvg().with_local(keep_optimizer=True)
         },
-        r"rotate: nothing of the kind there, True here": {
+        r"rotate: nothing there, True here": {
             "link": fq.Link(codec=fq.links.Codec(bits=8, rotate=True))
         },
     }
@@ -83,9 +83,7 @@ def test_a_default_with_more_values_is_a_difference():
         shares: tuple[float, ...] = (1.0, 0.5)
 
     saved = {leaf.name: leaf.value for leaf in fingerprints._leaves("fleet", Widths((1.0,)))}
-    with pytest.raises(
-        ConfigError, match=r"fleet\.shares\[1\]: nothing of the kind there, 0\.5 here"
-    ):
+    with pytest.raises(ConfigError, match=r"fleet\.shares\[1\]: nothing there, 0\.5 here"):
         fingerprints.check_same_run(
             saved, list(fingerprints._leaves("fleet", Widths())), "a run was to be resumed"
         )

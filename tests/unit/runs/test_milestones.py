@@ -83,7 +83,7 @@ def test_impossible_milestones_are_refused(asked, said):
 
 @pytest.mark.parametrize("target", [0, -0.1, 60, float("nan")])
 def test_the_target_of_a_rate_is_between_0_and_1(target):
-    said = rf"a target of {target:g} was asked for; accuracy lies in \(0, 1\]: for 60 % say 0.6."
+    said = rf"a target of {target:g} was asked for; accuracy is in \(0, 1\]: for 60 %, ask for 0.6."
     with pytest.raises(ConfigError, match=said):
         check_target(target, "accuracy", is_rate=True)
 

@@ -315,8 +315,8 @@ class Collecting:
             raise OSError("no space left")
         self.all.append(record.round)
 
-    def finish(self, summary: Mapping[str, Any], whole: bool) -> None:
-        self.all.append((summary["rounds"], whole))
+    def finish(self, summary: Mapping[str, Any], is_complete: bool) -> None:
+        self.all.append((summary["rounds"], is_complete))
 
 
 @pytest.fixture(autouse=True)
