@@ -192,11 +192,9 @@ def _read_table(
         return UNSET
     if not isinstance(selected, type):
         instance = _call_factory(selected, tuple(kinds), keys, plain["name"], path, problems)
-        return (
-            instance
-            if instance is UNSET
-            else _read_fields(type(instance), keys, path, problems, instance)
-        )
+        if instance is UNSET:
+            return UNSET
+        return _read_fields(type(instance), keys, path, problems, instance)
     base = base if type(base) is selected else UNSET
     if "preset" in keys and "preset" not in fields_of(selected):
         base = _preset(selected, keys.pop("preset"), _join(path, "preset"), problems)

@@ -47,11 +47,9 @@ def fitting_values(kind: Any) -> str:
         )
     if origin in (tuple, Sequence, list):
         has_fixed_length = origin is tuple and Ellipsis not in args
-        return (
-            f"a list of ({', '.join(map(fitting_values, args))})"
-            if has_fixed_length
-            else f"a list, each {fitting_values(args[0])}"
-        )
+        if has_fixed_length:
+            return f"a list of ({', '.join(map(fitting_values, args))})"
+        return f"a list, each {fitting_values(args[0])}"
     if origin in (dict, Mapping):
         return f"a table, each value {fitting_values(args[1])}"
     if kind in TABLES:

@@ -168,7 +168,5 @@ class Case:
             NotApplicableError: The run failed, which the check "run" reports.
         """
         if isinstance(self.outcome, Exception):
-            raise NotApplicableError(
-                "it needs a run that succeeds; the check 'run' has the reason"
-            )
+            raise NotApplicableError("it needs a run that succeeds; the check 'run' has the reason")
         return self.outcome

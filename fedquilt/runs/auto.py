@@ -106,8 +106,6 @@ def _described(machine: Machine) -> str:
     """Describe in words how a machine is used."""
     if machine.name == "ray":
         return f"{machine.workers} processes"
-    return (
-        f"{machine.threads} thread{'s' if machine.threads != 1 else ''}"
-        if machine.threads
-        else machine.device
-    )
+    if not machine.threads:
+        return machine.device
+    return "1 thread" if machine.threads == 1 else f"{machine.threads} threads"

@@ -233,11 +233,9 @@ class Checkpoints:
         except OSError as error:
             if self._intact:
                 self._prune()  # Remove the incomplete files, which take up space.
-            remaining = (
-                f"the one of round {self.newest} is intact"
-                if self._intact
-                else "there is none from before"
-            )
+            remaining = "there is no earlier one"
+            if self._intact:
+                remaining = f"the one of round {self.newest} is intact"
             raise RecordError(
                 f"the checkpoint of round {server.round} could not be written to {self.folder}: "
                 f"{why(error)}; {remaining}."

@@ -64,11 +64,9 @@ def demo(
     """
     model, learning = DEMOS[data]
     kind = _method_class(method)
-    local = (
-        {}
-        if preset or is_made_by_function(method)
-        else {"local": learning, **(kind.demo if kind else {})}
-    )
+    local: Settings = {}
+    if not preset and not is_made_by_function(method):
+        local = {"local": learning, **(kind.demo if kind else {})}
     public = (
         {"public": DEMO_PUBLIC} if any(needs_public(name) for name in (method, *together)) else {}
     )

@@ -75,11 +75,11 @@ def _unfit_dtype(value: Tensor, dtype: torch.dtype) -> str:
         )
     back = value.to(dtype)
     if dtype.is_floating_point:
-        is_held = bool(back.double().isfinite().all()) or not bool(value.double().isfinite().all())
+        is_representable = bool(back.double().isfinite().all()) or not bool(
+            value.double().isfinite().all()
+        )
     else:
-        is_held = bool((back.to(torch.int64) == value.to(torch.int64)).all())
-    return (
-        ""
-        if is_held
-        else f"has values in the file, {value.dtype}, that overflow in the model, {dtype}."
-    )
+        is_representable = bool((back.to(torch.int64) == value.to(torch.int64)).all())
+    if not is_representable:
+        return f"has values in the file, {value.dtype}, that overflow in the model, {dtype}."
+    return ""

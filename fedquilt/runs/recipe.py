@@ -212,11 +212,9 @@ def _traced_model(tracing: Tracing | JoinedTracings | None, family: Family) -> M
     trace_options = TraceOptions(
         tuple(trace_settings["fixed"]), parts, trace_settings["heads"], trace_settings["class_dim"]
     )
-    return (
-        model
-        if trace_options == TraceOptions(fixed=model.fixed)
-        else replace(model, tracing=trace_options)
-    )
+    if trace_options == TraceOptions(fixed=model.fixed):
+        return model
+    return replace(model, tracing=trace_options)
 
 
 def _source(origin: Origin | None, num_clients: int, seed: int) -> Source:
@@ -358,17 +356,10 @@ def _check_read_back(value: Any, plain: Any, hint: Any) -> None:
         hint: Type hint of the part.
     """
     if named_code(plain):
-        inner = (
-            {key: setting for key, setting in plain.items() if key != "name"}
-            if isinstance(plain, dict)
-            else None
-        )
-        if (
-            inner is None
-            or isinstance(value, Choice)
-            or not is_dataclass(value)
-            or named_code(inner)
-        ):
+        if not isinstance(plain, dict) or isinstance(value, Choice) or not is_dataclass(value):
+            return
+        inner = {key: setting for key, setting in plain.items() if key != "name"}
+        if named_code(inner):
             return
         # The class is known, so that its name need not be looked up.
         plain, hint = inner, type(value)

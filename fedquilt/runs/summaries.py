@@ -123,11 +123,9 @@ def utilization_text(summary: Summary) -> str:
         "nets"
     )
     common = summary.get("common_utilisation")
-    comparison = (
-        ""
-        if common is None
-        else f", {common:.1%} if all had the largest net that fits every device"
-    )
+    comparison = ""
+    if common is not None:
+        comparison = f", {common:.1%} if all had the largest net that fits every device"
     num_over = summary.get("over_limit", 0)
     return usage + comparison + (f"; {num_over} devices exceed their limits" if num_over else "")
 

@@ -235,11 +235,11 @@ class MLflow(Tracking):
             existing.experiment_id if existing else client.create_experiment(self.experiment)
         )
         earlier_runs = client.search_runs([experiment], f"tags.`fedquilt.id` = '{about.id}'")
-        run = (
-            earlier_runs[0]
-            if earlier_runs
-            else client.create_run(experiment, run_name=about.name, tags={"fedquilt.id": about.id})
-        )
+        if earlier_runs:
+            run = earlier_runs[0]
+        else:
+            tags = {"fedquilt.id": about.id}
+            run = client.create_run(experiment, run_name=about.name, tags=tags)
         id = run.info.run_id
         client.update_run(id, status="RUNNING")
         params = [

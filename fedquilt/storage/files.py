@@ -52,11 +52,9 @@ class Written:
                 checksum = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             return f"{self.name} cannot be read: {why(error)}"
-        return (
-            ""
-            if checksum == self.sha256
-            else f"{self.name} is not what was written: its checksum differs"
-        )
+        if checksum != self.sha256:
+            return f"{self.name} is not what was written: its checksum differs"
+        return ""
 
 
 def write(path: Path, chunks: Iterable[Bytes]) -> Written:

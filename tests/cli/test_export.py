@@ -341,7 +341,7 @@ def test_mistakes(here, capsys, perceptron, make_data):
             "a.pt2",
         ],
         "it was begun by a script, and settings could not be written for all of it:\n  data: "
-        "nothing is known": [
+        "it is not known": [
             *("export", "script", "--out", "a.pt2"),
         ],
     }
@@ -366,7 +366,7 @@ def test_devices_and_pipes_are_left_alone(here, capsys):
     assert main(["export", "heterofl", "--out", "pipe", "--format", "pt2", "--force"]) == 2
     assert "a model in pipe was asked for; what is there is no file" in capsys.readouterr().err
     with pytest.raises(
-        RecordError, match=r"could not be written to pipe: what is there is no file"
+        RecordError, match=r"could not be written to pipe: the path is not a plain file"
     ):
         load_run("heterofl").customizable((1, 0.5)).save("pipe")
     assert Path("pipe").is_fifo()
