@@ -25,15 +25,10 @@ from fedquilt.runs.start import run
 from fedquilt.terms import Budget, Client, Server
 
 NUM_CLIENTS = 6
-
-COHORT = 4
-
+COHORT = 4  # Number of clients that take part in a round
 SAMPLES_PER_CLIENT = 8
-
-TEST_SAMPLES = 120
-
-TEST_BATCH = 40
-
+TEST_SAMPLES = 120  # Number of test samples in all
+TEST_BATCH = 40  # Number of samples in a batch of an evaluation
 ROUNDS = 3
 
 

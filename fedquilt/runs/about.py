@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fedquilt")
 
-
 MAX_THREADS = 1024  # Largest number of threads that a checkpoint may set
-
 MAX_SAMPLE_VALUES = 1 << 28  # Largest number of values per sample in a checkpoint
 
 

@@ -28,7 +28,6 @@ from fedquilt.terms import ClientState, Submodel, in_slots
 Key = tuple[int, str]  # Client and scope
 
 TENSOR_OVERHEAD = 512  # Approximate bytes of a tensor besides its values
-
 MAX_OUTDATED_BYTES = 64 << 20  # Bytes of outdated blobs in a spill before it is rewritten
 
 

@@ -33,7 +33,6 @@ from fedquilt.storage.tensor_files import Bytes
 from fedquilt.terms import ClientState
 
 DEFAULT_LIMIT = 2 << 30  # Bytes of client states that are kept in memory by default
-
 FULL_PACK_BYTES = 64 << 20  # Bytes at which a pack is full
 
 

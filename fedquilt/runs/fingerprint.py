@@ -18,10 +18,8 @@ from fedquilt.tasks import Classification, NextToken
 if TYPE_CHECKING:
     from fedquilt.runs.run import Run
 
-MAX_HASHED_BYTES = (
-    64 << 20
-)  # Bytes of a tensor that are hashed. Of larger ones, evenly spaced rows are.
-
+# Bytes of a tensor that are hashed. Of a larger tensor, evenly spaced rows are hashed.
+MAX_HASHED_BYTES = 64 << 20
 MAX_COMPARED_VALUES = 16  # Largest length of a sequence whose values are compared one by one
 
 

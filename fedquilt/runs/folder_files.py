@@ -18,9 +18,8 @@ from fedquilt.storage.files import TEMPORARY, refuse_special, why
 
 _log = logging.getLogger("fedquilt")
 
-
 MAX_LISTED = 5  # Largest number of problems that an error lists
-
+# Files of runs and studies, which must not be links or special files
 _FILES = (
     "config.toml",
     "rounds.jsonl",

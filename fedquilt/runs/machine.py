@@ -14,7 +14,7 @@ from fedquilt.hardware.precision import Precision, unfit
 from fedquilt.names import nearest
 from fedquilt.runs.client_states import DEFAULT_LIMIT
 
-AUTO = "auto"
+AUTO = "auto"  # Name of the fastest engine, which short trials find (`auto.py`)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,11 @@ from fedquilt.terms import Arch, Budget, Client, Job, Server
 
 _log = logging.getLogger("fedquilt.runs")
 
+# Largest number of budgets that are checked before a run. Fitting one takes a moment, and a fleet
+# of real devices may have thousands. The nets of a union are few and fitted quickly.
+MAX_UNION_BUDGETS = 1_024  # For unions
+MAX_BUDGETS = 64  # For other families
+
 
 def check_run_task(federation: Federation, engine: Simulation) -> None:
     """Refuse a task that the method or the engine does not support.
@@ -52,7 +57,7 @@ def check_run_task(federation: Federation, engine: Simulation) -> None:
         return
     member = world.family.member(world.family.whole)
     state = world.family.init(world.seed, engine.device, world.dtype)
-    rows = torch.arange(2, device=engine.device) % len(engine.data.targets)
+    rows = torch.arange(2, device=engine.device) % len(engine.data.targets)  # (2,)
     with torch.no_grad(), engine.computing():
         outputs, _ = member.net(
             state, engine.data.samples(rows), Pass(train=False, statistics="batch")
@@ -76,13 +81,6 @@ def check_public_samples(federation: Federation, engine: Simulation) -> None:
     check_public(type(method).__name__, method.needs_public, world, engine.data)
     if world.family.statistics:
         federation.method.local.norm.check_public(world.num_public)
-
-
-# Largest number of budgets that are checked before a run. Fitting one takes a moment, and a fleet
-# of real devices may have thousands. The nets of a union are few and fitted quickly.
-MAX_UNION_BUDGETS = 1_024  # For unions
-
-MAX_BUDGETS = 64  # For other families
 
 
 def check_fleet(federation: Federation, server: Server, fleet: Fleet, engine: Engine) -> None:

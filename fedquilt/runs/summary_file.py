@@ -12,7 +12,6 @@ from fedquilt.errors import RecordError
 from fedquilt.runs.folder_files import check_folder, checksum
 
 _REMEDY = "Delete it to finish the run again."
-
 # Numbers in a summary, each of which may be missing
 _COSTS = ("seconds", "bytes_down", "bytes_up", "link_seconds", "late")
 
