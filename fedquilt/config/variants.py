@@ -22,13 +22,10 @@ from fedquilt.config.tables import TABLES, UNSET
 
 
 class Variants(NamedTuple):
-    """The variants that a name at a path selects from.
+    """The variants that a name at a path selects from."""
 
-    `common` has the keys that all of them take. `usual` is the name of the default variant.
-    """
-
-    common: frozenset[str]
-    usual: str
+    common: frozenset[str]  # Keys that all variants have
+    usual: str  # Name of the default variant. Empty: a name is required
 
 
 def variants(kind: Any, path: Sequence[str], usual: Any = UNSET) -> Variants | None:

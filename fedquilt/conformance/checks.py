@@ -277,7 +277,10 @@ def check_deploy(case: Case) -> str:
 
 
 def _outputs(net: Callable[[Tensor], Tensor], run: Run) -> Tensor:
-    """Run a net on the test samples in the batches of the run's evaluation."""
+    """Return the outputs (sample, class) of a net on the test samples.
+
+    Batches are those of the run's evaluation, because norms may depend on them.
+    """
     rows = torch.arange(len(run.data.test_targets)).chunk(TEST_SAMPLES // TEST_BATCH)
     with torch.no_grad():
         return torch.cat([net(run.data.test_samples(batch)) for batch in rows])

@@ -106,6 +106,7 @@ def _stand_in(sample: Mapping[str, Any], num_clients: int, name: str) -> Federat
         num_clients: Number of clients.
         name: Name of the data that is not available.
     """
+    # Inputs and targets: (2, *shape of a sample)
     inputs = torch.zeros((2, *sample["shape"]), dtype=getattr(torch, sample["dtype"]))
     # Earlier versions had classes alone: one for each sample, or for each token.
     default_format = {

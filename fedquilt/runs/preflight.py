@@ -280,7 +280,7 @@ def _check_objectives(
         if not has_own_objective(learner) or (member, learner.timeless) in tried:
             continue
         tried.append((member, learner.timeless))
-        rows = torch.arange(2, device=engine.device) % len(data.targets)
+        rows = torch.arange(2, device=engine.device) % len(data.targets)  # (2,)
         weights = world.family.init(world.seed, engine.device, world.dtype)
         state = world.family.cutter.gather(weights, member.prefix, learner.names(member))
         has_class = torch.ones(world.family.num_outputs, dtype=torch.bool, device=engine.device)

@@ -216,6 +216,7 @@ def _targets(member: Member, state: dict[str, Tensor], inputs: Tensor) -> Tensor
     """Return random classes in the shape of the output: one per sample, token or pixel."""
     with torch.no_grad():
         logits, _ = member.net(state, inputs, Pass(train=False, statistics="batch"))
+    # (sample, class, …) without the classes: (sample, …)
     shape = logits.movedim(member.class_dim, 1)[:, 0].shape
     classes = (
         noise.uniform(torch.tensor(noise.key(1)), shape, torch.float64) * member.family.num_outputs
