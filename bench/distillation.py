@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 import fedquilt as fq
 from fedquilt.methods import DSFL, FedDF, FedET, HeteroFL, Method
+from fedquilt.methods.api import ServerTraining
 from fedquilt.models import MODELS
 from fedquilt.round import Record
-from fedquilt.round.training.server import ServerTraining
 
 SHARES = (1.0, 0.5, 0.25)
 

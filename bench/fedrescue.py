@@ -30,7 +30,7 @@ from fedquilt.round.federation import World
 from fedquilt.round.training.distillation import Distilled
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.regions import Between, Everywhere
-from fedquilt.runs.run import placed
+from fedquilt.runs.prepare import placed
 from fedquilt.terms import Arch, Client, Job
 
 COHORTS = {"five whole nets": (1.0,) * 5, "five of four shares": (1.0, 0.75, 0.5, 0.5, 0.25)}

@@ -39,7 +39,7 @@ from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import TaskLoss
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.regions import Between
-from fedquilt.runs.run import placed
+from fedquilt.runs.prepare import placed
 from fedquilt.terms import Client, Job, Payload, Submodel, Update
 
 SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)

@@ -21,7 +21,7 @@ from fedquilt.engines.vectorized.engine import Vectorized
 from fedquilt.hardware.precision import Precision
 from fedquilt.methods import SplitMix
 from fedquilt.round.federation import World
-from fedquilt.runs.run import placed
+from fedquilt.runs.prepare import placed
 from fedquilt.terms import Client, Job
 
 SHARES = tuple(count / 8 for count in (8, 8, 8, 4, 4, 2, 2, 2, 1, 1))

@@ -10,15 +10,22 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.terms import Client, Server, Submodel, Update
-from fedquilt.round.fold import Fold, Weighting
-from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.merge import Mean
-from fedquilt.round.method import Method, Presets
-from fedquilt.methods.api import Weights
-from fedquilt.round.federation import World
-from fedquilt.family.cut import prefix
-from fedquilt.checks import within
+from fedquilt.methods.api import (
+    Client,
+    Fold,
+    LocalTraining,
+    Mean,
+    Method,
+    Presets,
+    Server,
+    Submodel,
+    Update,
+    Weighting,
+    Weights,
+    World,
+    prefix,
+    within,
+)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.round import Record
-from fedquilt.runs.experiment import Experiment, overlay
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.overlay import overlay
 from fedquilt.studies.growth import total_cost
 from fedquilt.studies.papers import data_folder, read_preset
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.models import MLP, tiny_resnet
-from fedquilt.runs.experiment import Experiment, demo
+from fedquilt.runs.demo import demo
+from fedquilt.runs.experiment import Experiment
 from fedquilt.tasks import MultiLabel, Regression, Task
 
 

@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from fedquilt.round.training import attacks, optimizers, schedules
     from fedquilt.round.training.local import LocalTraining
     from fedquilt.runs.checkpoint import Checkpointing
-    from fedquilt.runs.experiment import Experiment, load_run
-    from fedquilt.runs.folder import load_state
-    from fedquilt.runs.run import Run, prepare, run
+    from fedquilt.runs.experiment import Experiment
+    from fedquilt.runs.load import load_run
+    from fedquilt.runs.prepare import prepare
+    from fedquilt.runs.run import Run
+    from fedquilt.runs.saved_state import load_state
+    from fedquilt.runs.start import run
     from fedquilt.studies.study import Study, study
     from fedquilt.terms import Budget
 
@@ -42,9 +45,12 @@ _NAMES = {
     "fedquilt.round.link": ("Link",),
     "fedquilt.round.training.local": ("LocalTraining",),
     "fedquilt.runs.checkpoint": ("Checkpointing",),
-    "fedquilt.runs.experiment": ("Experiment", "load_run"),
-    "fedquilt.runs.folder": ("load_state",),
-    "fedquilt.runs.run": ("Run", "prepare", "run"),
+    "fedquilt.runs.experiment": ("Experiment",),
+    "fedquilt.runs.load": ("load_run",),
+    "fedquilt.runs.prepare": ("prepare",),
+    "fedquilt.runs.run": ("Run",),
+    "fedquilt.runs.saved_state": ("load_state",),
+    "fedquilt.runs.start": ("run",),
     "fedquilt.studies.study": ("Study", "study"),
     "fedquilt.terms": ("Budget",),
 }

@@ -30,11 +30,9 @@ def missing(path: str) -> str:
         exists = not path or Path(path).exists()
     except (OSError, ValueError):  # The name is too long, or has a NUL in it.
         exists = False
-    return (
-        ""
-        if exists
-        else f"{path!r} was asked for; there is no such file or folder in {Path.cwd()}."
-    )
+    if not exists:
+        return f"{path!r} was asked for; there is no such file or folder in {Path.cwd()}."
+    return ""
 
 
 File = Annotated[str, Check(missing)]
@@ -43,7 +41,15 @@ File = Annotated[str, Check(missing)]
 def within(owner: object, **intervals: str) -> None:
     """Raise one error that names all fields of the owner outside of their intervals.
 
-    NaN and None are outside of every interval.
+    NaN and None are outside of every interval. Of a list or a tuple, every value is checked.
+
+    Args:
+        owner: Object that has the fields, usually a dataclass in its `__post_init__`.
+        **intervals: Interval of each field, such as `lr="(0, inf)"`. A bracket includes the bound,
+            and a parenthesis excludes it.
+
+    Raises:
+        ConfigError: Some fields are outside of their intervals.
     """
     refuse(owner, outside(owner, **intervals))
 
@@ -51,14 +57,14 @@ def within(owner: object, **intervals: str) -> None:
 def outside(owner: object, **intervals: str) -> dict[str, str]:
     """Return an error message for each field outside of its interval."""
     return {
-        name: _wrong(value, interval)
+        name: _problem(value, interval)
         for name, interval in intervals.items()
         for value in _values(getattr(owner, name))
-        if not _lies_in(value, interval)
+        if not _is_in(value, interval)
     }
 
 
-def _wrong(value: object, interval: str) -> str:
+def _problem(value: object, interval: str) -> str:
     if isinstance(value, str):
         return f"{value!r} was asked for, which is text; it must be a number in {interval}."
     return f"{value} was asked for; it must lie in {interval}."
@@ -67,19 +73,25 @@ def _wrong(value: object, interval: str) -> str:
 def one_of(owner: object, /, **words: object) -> None:
     """Raise one error that names all fields whose value is not among those of a Literal."""
     problems = {
-        name: f"{getattr(owner, name)!r} was asked for; "
-        f"it may be {', '.join(map(repr, get_args(literal)))}."
+        name: f"{getattr(owner, name)!r} was asked for; it may be "
+        f"{', '.join(map(repr, get_args(literal)))}."
         for name, literal in words.items()
         if getattr(owner, name) not in get_args(literal)
     }
     refuse(owner, problems)
 
 
-def refuse(owner: object, wrong: Mapping[str, str]) -> None:
-    """Raise one error for all fields that have an error message."""
-    if wrong:
-        messages = " ".join(f"{name} = {text}" for name, text in wrong.items())
-        raise ConfigError(f"{type(owner).__name__}: {messages}", wrong)
+def refuse(owner: object, problems: Mapping[str, str]) -> None:
+    """Raise one error for all fields that have a problem.
+
+    Args:
+        owner: Object that has the fields.
+        problems: Problem of each field, as the end of a sentence that begins with "name = ". Empty:
+            nothing is raised.
+    """
+    if problems:
+        messages = " ".join(f"{name} = {text}" for name, text in problems.items())
+        raise ConfigError(f"{type(owner).__name__}: {messages}", problems)
 
 
 _KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
@@ -108,19 +120,19 @@ def check_kinds(owner: Any) -> None:
     refuse(owner, problems)
 
 
-def whole(value: object, least: int = 0) -> bool:
-    """Return True if a value is an integer of Python or NumPy, and at least `least`.
+def whole(value: object, minimum: int = 0) -> bool:
+    """Return True if a value is an integer of Python or NumPy, and at least `minimum`.
 
     Booleans are not accepted as integers.
     """
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= minimum
 
 
 def _values(value: object) -> Iterable[object]:
     return value if isinstance(value, (tuple, list)) else (value,)
 
 
-def _lies_in(value: object, interval: str) -> bool:
+def _is_in(value: object, interval: str) -> bool:
     if not isinstance(value, (int, float)):
         return False
     low, high = map(float, interval[1:-1].split(","))

@@ -27,35 +27,35 @@ from fedquilt.errors.faults import user_line
 T = TypeVar("T")
 
 
-def find(table: Mapping[str, T], name: str, what: str) -> T | Any:
+def find(table: Mapping[str, T], name: str, noun: str) -> T | Any:
     """Return the object that a name refers to, in a table, a file or a module.
 
     Args:
         table: Entries by name.
         name: Name of an entry, `file.py:NAME` or `package.module:NAME`.
-        what: Kind of the entries in one word or two, for messages.
+        noun: Word for an entry in messages, such as "method".
     """
     if is_file(name):
-        return _from_file(name, what)
+        return _from_file(name, noun)
     if is_in_module(name):
-        return _from_module(name, what)
-    return known(table, name, what)
+        return _from_module(name, noun)
+    return known(table, name, noun)
 
 
-def known(table: Mapping[str, T], name: str, what: str) -> T:
+def known(table: Mapping[str, T], name: str, noun: str) -> T:
     """Return the entry of a table.
 
     Args:
         table: Entries by name.
         name: Name of an entry.
-        what: Kind of the entries in one word or two, for messages.
+        noun: Word for an entry in messages, such as "method".
 
     Raises:
         ConfigError: The name is unknown. The message lists the known names.
     """
     if name in table:
         return table[name]
-    raise ConfigError(f"there is no {what} named {name!r}.{nearest(name, table)}")
+    raise ConfigError(f"there is no {noun} named {name!r}.{nearest(name, table)}")
 
 
 def registered(table: Mapping[str, type], value: object) -> str:
@@ -156,19 +156,19 @@ def name_of(code: Callable[..., Any]) -> str:
     module = sys.modules.get(code.__module__)
     path = getattr(module, "__file__", None)
     if path is None:  # made in an interactive session
-        raise ConfigError(f"{name} is in no file, so that no name stands for it. Put it into one.")
+        raise ConfigError(
+            f"{name} is in no file, so that it cannot be found by a name. Put it into one."
+        )
     file = Path(path)
     if "<lambda>" in name:
         raise ConfigError(
             f"the lambda in {_place(code, file)} has no name. Write it as a function at the top "
-            "level of the file, or "
-            "as functools.partial of one."
+            "level of the file, or as functools.partial of one."
         )
     if "<locals>" in name:
         raise ConfigError(
-            f"{name} in {file} is made inside a function, so that no name stands for it. Put it at "
-            "the top level of "
-            "the file."
+            f"{name} in {file} is made inside a function, so that it cannot be found by a name. "
+            "Put it at the top level of the file."
         )
     if inspect.unwrap(_attribute(module, name)) != inspect.unwrap(code):
         raise ConfigError(f"{name} is no longer the name of this object in {file}.")
@@ -246,16 +246,16 @@ def own_modules() -> list[ModuleType]:
     ]
 
 
-_OWN: list[ModuleType] = []
+_OWN: list[ModuleType] = []  # Modules of users' files that were imported
 
 
-def _from_file(name: str, what: str) -> Any:
+def _from_file(name: str, noun: str) -> Any:
+    """Return the object that `file.py:NAME` refers to. The file is imported."""
     path, attribute = split_file(name)
     if not attribute:
         raise ConfigError(
-            f"the {what} {name!r} names a file and nothing in it. Write {path}:NAME, with the name "
-            "of a class or "
-            "function."
+            f"the {noun} {name!r} names a file and nothing in it. Write {path}:NAME, with the name "
+            "of a class or function."
         )
     try:
         exists = Path(path).is_file()
@@ -263,7 +263,7 @@ def _from_file(name: str, what: str) -> Any:
         exists = False
     if not exists:
         raise ConfigError(
-            f"the {what} {name!r} was asked for; there is no file {path!r} in {Path.cwd()}."
+            f"the {noun} {name!r} was asked for; there is no file {path!r} in {Path.cwd()}."
         )
     module = _read(Path(path).resolve())
     if callable(target := _attribute(module, attribute)):
@@ -276,9 +276,10 @@ def _from_file(name: str, what: str) -> Any:
     return known(definitions, attribute, f"class or function in {path}")
 
 
-def _from_module(name: str, what: str) -> Any:
+def _from_module(name: str, noun: str) -> Any:
+    """Return the object that `package.module:NAME` refers to. The module is imported."""
     path, _, attribute = name.partition(":")
-    request = f"the {what} {name!r} was asked for"
+    request = f"the {noun} {name!r} was asked for"
     try:
         module = importlib.import_module(path)
     except ModuleNotFoundError as error:
@@ -310,6 +311,7 @@ class _SourceLoader(SourceFileLoader):
 
 @cache  # Two parts of a run may be in one file.
 def _read(file: Path) -> ModuleType:
+    """Import a file by its path, with its folder on the search path for this time."""
     # Files with the same name in two folders need different module names, because dataclasses and
     # type hints look up their module by name.
     name = f"{file.stem}_{zlib.crc32(bytes(file)):08x}"

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.terms import Client, Server
-from fedquilt.round.method import Method
 from fedquilt.round.federation import World
+from fedquilt.round.method import Method
+from fedquilt.terms import Client, Server
 
 FIGURE = Path(__file__).parents[1] / "docs" / "windows.png"
 CHANNELS = 32

@@ -29,7 +29,7 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 import fedquilt
-from fedquilt.config.settings import comments
+from fedquilt.config.listing import comments
 
 logger = logging.getLogger(__name__)
 

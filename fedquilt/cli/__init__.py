@@ -171,7 +171,9 @@ class ListRequest(DataOptions):
     def _plot(self) -> None:
         from fedquilt.cli.show import console_for, print_json, say
         from fedquilt.data.plot import blocks, counts, figure
-        from fedquilt.runs.experiment import Experiment, demo, read_settings
+        from fedquilt.runs.demo import demo
+        from fedquilt.runs.experiment import Experiment
+        from fedquilt.runs.settings_file import read_settings
 
         if self.what != "data":
             raise ConfigError(
@@ -262,11 +264,15 @@ class ProbeRequest:
 
     def measure(self) -> Probe:
         """Trace the model as a run would, train it for a moment, and return the measurements."""
+        from fedquilt.config.resolve import resolved
         from fedquilt.data import Pool
         from fedquilt.family.family import trace
         from fedquilt.hardware.device import device_of
         from fedquilt.models import MODELS
-        from fedquilt.runs.experiment import DEMO, Machine, Model, Source, resolved
+        from fedquilt.runs.data_settings import Source
+        from fedquilt.runs.demo import DEMO
+        from fedquilt.runs.machine import Machine
+        from fedquilt.runs.model_settings import Model
         from fedquilt.runs.probe import probe
 
         flags = {"device": self.device, "precision": self.precision}
@@ -302,7 +308,8 @@ class CheckRequest:
         with output(self.json) as (console, stdout):
             import torch
 
-            from fedquilt.conformance.method import CHECKS, check_method
+            from fedquilt.conformance.checks import CHECKS
+            from fedquilt.conformance.method import check_method
 
             method = self.chosen()
             torch.set_num_threads(1)  # The net is too small for several threads.
@@ -320,7 +327,9 @@ class CheckRequest:
 
     def chosen(self) -> Method:
         """Return the method with its own defaults and the settings that were asked for."""
-        from fedquilt.runs.experiment import Experiment, defaults, parse_assignment
+        from fedquilt.config.toml import parse_assignment
+        from fedquilt.runs.demo import defaults
+        from fedquilt.runs.experiment import Experiment
 
         foreign = [text for text in self.assign if parse_assignment(text)[0][0] != "method"]
         if foreign:
@@ -370,7 +379,7 @@ class ExportRequest:
 
         with output(self.json) as (console, stdout):
             from fedquilt.deploy.export import FORMATS, check_place, chosen, export_sizes
-            from fedquilt.runs.experiment import load_run
+            from fedquilt.runs.load import load_run
 
             budgets = self._budgets()
             check_place(self.out, self.force)
@@ -440,7 +449,7 @@ class ClientsRequest:
         from fedquilt.cli.show import print_json, show_clients
 
         with output(self.json) as (console, stdout):
-            from fedquilt.runs.experiment import load_run
+            from fedquilt.runs.load import load_run
 
             run = load_run(self.run, trust=self.trust)
             if run.absent:

@@ -25,7 +25,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
 
 if TYPE_CHECKING:
-    from fedquilt.runs.experiment import Settings
+    from fedquilt.config.toml import Settings
     from fedquilt.studies.plan import Plan
 
 _GOES_WITH_RESUME = ("jobs", "baseline", "metric", "format", "yes", "trust")
@@ -108,7 +108,7 @@ class CompareRequest(Options):
 
     def _resumed(self, folder: Path) -> tuple[Plan, dict[str, str]]:
         """Return the study in a folder, or some of its entries, with more rounds on request."""
-        from fedquilt.runs.experiment import assign
+        from fedquilt.config.toml import assign
         from fedquilt.studies.plan import STUDY_FILE, Plan, find_entry
 
         plan = Plan.read(folder)
@@ -193,7 +193,7 @@ class CompareRequest(Options):
         self, name: str, names: list[str]
     ) -> tuple[CompareRequest, dict[str, tuple[Any, ...]]]:
         """Return the request with those `--set` that concern one entry, and the entry's grid."""
-        from fedquilt.runs.experiment import parse_grid
+        from fedquilt.config.toml import parse_grid
         from fedquilt.studies.plan import find_entry
 
         assignments = []

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
-from fedquilt.config.settings import described, leaves, write
+from fedquilt.config.listing import described, leaves
+from fedquilt.config.writing import write
 from fedquilt.errors import ConfigError
 from fedquilt.names import find, is_file, is_in_module, known
 
@@ -77,7 +78,8 @@ def details(what: str, name: str) -> dict[str, dict[str, Entry]]:
 
 def options(what: str, name: str) -> dict[str, Entry]:
     """Return the settings of one entry, by name."""
-    from fedquilt.runs.experiment import Machine, Source
+    from fedquilt.runs.data_settings import Source
+    from fedquilt.runs.machine import Machine
 
     kind = _known(what, name)
     if what == "links":
@@ -127,7 +129,7 @@ def _table(what: str) -> Mapping[str, Any]:
     from fedquilt.round.link import CODECS, LINKS
     from fedquilt.round.training.objectives import OBJECTIVES
     from fedquilt.runs.auto import quickest
-    from fedquilt.runs.experiment import AUTO
+    from fedquilt.runs.machine import AUTO
     from fedquilt.runs.tracking import TRACKERS
     from fedquilt.studies.papers import presets
     from fedquilt.tasks import METRICS, TASKS
@@ -231,7 +233,7 @@ def _stages(spec: ModelSpec) -> dict[str, dict[str, Entry]]:
 
 
 def _engine(kind: Callable[..., Any]) -> Entry:
-    from fedquilt.runs.experiment import Machine
+    from fedquilt.runs.machine import Machine
 
     return {"summary": _summary(kind), **described(Machine)}
 

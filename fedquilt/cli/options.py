@@ -12,7 +12,8 @@ import tyro
 from fedquilt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedquilt.runs.experiment import Experiment, Settings
+    from fedquilt.config.toml import Settings
+    from fedquilt.runs.experiment import Experiment
 
 # The comment behind a field is its help. These types hide "default: None", because the comment
 # names the default.
@@ -186,7 +187,8 @@ class DataOptions:
         Returns:
             The settings, and the flag that set each path.
         """
-        from fedquilt.runs.experiment import assign_all, parse_assignment
+        from fedquilt.config.toml import parse_assignment
+        from fedquilt.runs.overlay import assign_all
 
         values = {flag: getattr(self, flag, None) for flag in FLAGS} | {"method": method}
         sources: dict[str, str] = {}
@@ -276,7 +278,8 @@ class Options(DataOptions):
             method: Name of the method. None: the file's, or the demo's.
             together: Names of methods that it is compared with on the same data.
         """
-        from fedquilt.runs.experiment import DEMO, defaults, demo, read_settings
+        from fedquilt.runs.demo import DEMO, defaults, demo
+        from fedquilt.runs.settings_file import read_settings
 
         name = method or DEMO["method"]["name"]
         if config:
@@ -291,7 +294,9 @@ class Options(DataOptions):
 
     def _with_supernet(self, base: Settings, method: str | None) -> Settings:
         """Return settings with the model that --supernet needs, and with RaFL's setting (c)."""
-        from fedquilt.runs.experiment import SEARCHED, assign_all, trains_pairs
+        from fedquilt.runs.demo import trains_pairs
+        from fedquilt.runs.model_settings import SEARCHED
+        from fedquilt.runs.overlay import assign_all
 
         if self.supernet is None:
             return base
@@ -313,7 +318,7 @@ class Options(DataOptions):
 
     def source(self, config: str | None, method: str | None) -> str:
         """Return the source of the settings for a run's first line: a file, demo or defaults."""
-        from fedquilt.runs.experiment import DEMO, is_made_by_function
+        from fedquilt.runs.demo import DEMO, is_made_by_function
 
         if config:
             return config
@@ -339,7 +344,7 @@ class Options(DataOptions):
         No model may be named beside it. The data of the demo without arguments is excluded, because
         naming it asks for the method's defaults.
         """
-        from fedquilt.runs.experiment import DEMO, DEMOS
+        from fedquilt.runs.demo import DEMO, DEMOS
 
         has_demo = self.data in DEMOS and self.data != DEMO["data"]["name"]
         return self.data if self.data and has_demo and not self._names_model() else ""

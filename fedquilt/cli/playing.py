@@ -67,7 +67,7 @@ class RunLoop:
         Args:
             begin: Starts the display of progress.
         """
-        from fedquilt.config.settings import write
+        from fedquilt.config.writing import write
         from fedquilt.round.labels import labels_by_share
         from fedquilt.runs.loop import complete
 
@@ -83,7 +83,6 @@ class RunLoop:
                 run,
                 self.experiment.rounds,
                 folder=folder,
-                path=folder.path if folder else None,
                 trackers=self.experiment.trackers,
                 settings=write(self.experiment),
                 watch=begin(run.server.round, labels, run.world.task.main.is_rate, status),
@@ -132,10 +131,10 @@ class RunLoop:
         """
         if target is None:
             return self.summary
-        from fedquilt.runs.folder import read
+        from fedquilt.runs.folder_files import read_records
         from fedquilt.runs.milestones import milestones
 
-        records = self.run.records if self.run else read(self.rounds) if self.rounds else []
+        records = self.run.records if self.run else read_records(self.rounds) if self.rounds else []
         by_share = milestones(records, target, main_of(self.summary), prefers_higher(self.summary))
         reached = {share: milestone and _plain(milestone) for share, milestone in by_share.items()}
         return {**self.summary, "target": target, "reached": reached}
@@ -177,7 +176,7 @@ def values_of(experiment: Experiment, run: Run, seed: int | None) -> str:
         run: The prepared run.
         seed: Random seed. None: there are several, which another line shows.
     """
-    from fedquilt.config.settings import label
+    from fedquilt.config.schema import label
     from fedquilt.round.training.optimizers import SGD
     from fedquilt.round.training.schedules import Constant
     from fedquilt.terms import Budget
@@ -245,7 +244,7 @@ def settings_lines(runs: Sequence[tuple[str, str, str]]) -> list[str]:
 
 def refuse_taken(out: Path | None) -> None:
     """Refuse a folder that holds a run, before anything is loaded."""
-    from fedquilt.runs.folder import holds_a_run
+    from fedquilt.runs.folder_files import holds_a_run
 
     if out and holds_a_run(out):
         raise ConfigError(
@@ -263,8 +262,11 @@ def resumed(path: Path, rounds: int | None, stack: ExitStack, trust: bool = Fals
         stack: Closes the folder.
         trust: True: run code that the folder names. False: refuse code that is not in the list.
     """
-    from fedquilt.runs.experiment import Experiment, read_settings
-    from fedquilt.runs.folder import Folder, check_folder, damage_of
+    from fedquilt.runs.damage import damage_of
+    from fedquilt.runs.experiment import Experiment
+    from fedquilt.runs.folder import Folder
+    from fedquilt.runs.folder_files import check_folder
+    from fedquilt.runs.settings_file import read_settings
     from fedquilt.storage.files import write_text
 
     check_folder(path)
@@ -302,7 +304,7 @@ def _summary_of(path: Path) -> dict[str, Any] | None:
     Raises:
         RecordError: The summary is damaged, or lacks a number that is shown.
     """
-    from fedquilt.runs.folder import read_summary
+    from fedquilt.runs.summary_file import read_summary
 
     summary = read_summary(path)
     missing = [key for key in _SHOWN if summary is not None and key not in summary]

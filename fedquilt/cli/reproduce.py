@@ -60,7 +60,7 @@ class ReproduceRequest:
         with output(self.json or self.format != "text") as (console, stdout):
             from fedquilt.cli.show import print_json, say, show_text_table
             from fedquilt.cli.study import run_study
-            from fedquilt.runs.experiment import parse_assignment
+            from fedquilt.config.toml import parse_assignment
             from fedquilt.runs.trust import check_study_code
             from fedquilt.studies.papers import data_folder, read_preset
             from fedquilt.studies.published import comparison_table

@@ -1,6 +1,6 @@
 """Exceptions of fedquilt, which form one tree.
 
-Each message says what was asked, what was found, what would work, and who asked.
+Each message states what was asked, what was found, what would work, and who asked.
 
 FedquiltError
 ├── TraceError        a module whose axes cannot be found or cut

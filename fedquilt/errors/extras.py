@@ -1,4 +1,4 @@
-"""Optional packages of fedquilt (extras), and the text that says how to install one."""
+"""Optional packages of fedquilt (extras), and instructions on how to install one."""
 
 from fedquilt.version import __version__
 
@@ -11,6 +11,6 @@ def how_to_install(extra: str) -> str:
     """
     wheel = f"fedquilt-{__version__}-py3-none-any.whl"
     return (
-        f"pip install -e '.[{extra}]' in a checkout of fedquilt, or pip install "
-        f"'{wheel}[{extra}]' with its wheel"
+        f"pip install -e '.[{extra}]' in a checkout of fedquilt, or pip install '{wheel}[{extra}]' "
+        "with its wheel"
     )

@@ -20,8 +20,7 @@ from fedquilt.units import size
 
 MEMORY_HELP = (
     "Less is needed with a smaller batch (method.local.batch_size), fewer clients at once "
-    "(engine.memory), a smaller "
-    "model or smaller shares. Another device may have more."
+    "(engine.memory), a smaller model or smaller shares. Another device may have more."
 )
 _ALLOCATION_FAILED = (
     "can't allocate memory",
@@ -51,7 +50,7 @@ _LIBRARIES = tuple(
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if an error says that memory could not be allocated, on the CPU or on a GPU."""
+    """Return True if an error means that memory could not be allocated, on the CPU or on a GPU."""
     if isinstance(error, MemoryError) or (
         isinstance(error, OSError) and error.errno == errno.ENOMEM
     ):

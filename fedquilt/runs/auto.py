@@ -18,7 +18,8 @@ from fedquilt.errors import ConfigError
 from fedquilt.round import Evaluation, run_round
 
 if TYPE_CHECKING:
-    from fedquilt.runs.experiment import Experiment, Ground, Machine
+    from fedquilt.runs.experiment import Experiment, Ground
+    from fedquilt.runs.machine import Machine
 
 _log = logging.getLogger(__name__)
 
@@ -43,20 +44,20 @@ def quickest(experiment: Experiment, ground: Ground) -> Machine:
     )
     fraction = len(short.data.parts.order) / max(1, len(ground.data.parts.order))
     seconds: dict[Machine, float] = {}
-    for machine in _ways(experiment.engine):
+    for machine in _candidates(experiment.engine):
         if (
             machine.name == "ray"
             and min(seconds.values()) / fraction * experiment.rounds < _WORTH * _START
         ):
             continue
         seconds[machine] = _seconds(replace(experiment, engine=machine), short)
-        _log.info("a short round with %s took %.2f s", _said(machine), seconds[machine])
+        _log.info("a short round with %s took %.2f s", _described(machine), seconds[machine])
     best = min(seconds, key=lambda machine: seconds[machine])
-    _log.info("the run is played with %s", _said(best))
+    _log.info("the run is trained with %s", _described(best))
     return best
 
 
-def _ways(asked: Machine) -> Iterator[Machine]:
+def _candidates(requested: Machine) -> Iterator[Machine]:
     """Yield the engines to try.
 
     On a CPU these are `vectorized` on one thread or on all, and `ray` with one thread per process.
@@ -65,18 +66,18 @@ def _ways(asked: Machine) -> Iterator[Machine]:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    vectorized = replace(asked, name="vectorized")
-    if asked.device != "cpu":
+    vectorized = replace(requested, name="vectorized")
+    if requested.device != "cpu":
         yield vectorized
         return
-    for threads in (asked.threads,) if asked.threads else sorted({1, cores}):
+    for threads in (requested.threads,) if requested.threads else sorted({1, cores}):
         yield replace(vectorized, threads=threads)
     try:
         Ray.check()
     except ConfigError:
         return
     if cores > 1:
-        yield replace(asked, name="ray", threads=1, workers=asked.workers or cores)
+        yield replace(requested, name="ray", threads=1, workers=requested.workers or cores)
 
 
 def _seconds(experiment: Experiment, short: Ground) -> float:
@@ -101,11 +102,10 @@ def _seconds(experiment: Experiment, short: Ground) -> float:
     return seconds
 
 
-def _said(machine: Machine) -> str:
+def _described(machine: Machine) -> str:
+    """Describe in words how a machine is used."""
     if machine.name == "ray":
         return f"{machine.workers} processes"
-    return (
-        f"{machine.threads} thread{'s' if machine.threads != 1 else ''}"
-        if machine.threads
-        else machine.device
-    )
+    if not machine.threads:
+        return machine.device
+    return "1 thread" if machine.threads == 1 else f"{machine.threads} threads"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Best:
     """The best round so far, and the location of its state."""
 
-    round: int
+    round: int  # Number of the round
     value: float  # Mean of the figures over the shares of the fleet
     figures: Mapping[str, float]  # Main figure on validation samples, by share
     server: Server | None = None  # State of the round. None: it is in a checkpoint of `folder`
@@ -61,7 +61,7 @@ def mean_figure(figures: Mapping[str, float], shares: Collection[str]) -> float:
     return math.fsum(values) / len(values)
 
 
-def wrong_best(plain: Any, newest: int) -> str:
+def problem_in_best(plain: Any, newest: int) -> str:
     """Return an error in a checkpoint's entry about its best round. Empty: there is none.
 
     Args:

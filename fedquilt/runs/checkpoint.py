@@ -3,9 +3,9 @@
     checkpoint/
     ├── 00000012.json                 manifest of round 12, written last: its files and checksums
     ├── 00000012.safetensors          the server's weights, slots and extras
-    └── memory-00000012.safetensors   client memories that changed since the previous checkpoint
+    └── memory-00000012.safetensors   client states that changed since the previous checkpoint
 
-A manifest lists all packs of client memories that are needed. The newest checkpoints are kept, and
+A manifest lists all packs of client states that are needed. The newest checkpoints are kept, and
 the one of the best round on validation samples that they name (`best.py`). Files that no manifest
 lists are left over from a killed process. Random generators have no state to save, because every
 random number is a hash of the seed and the round, which are known.
@@ -37,7 +37,7 @@ FORMAT = 1
 MAX_ROUND = 2**63 - 1
 
 _FILE_NAME = re.compile(r"(memory-)?[0-9]{8,}(-[0-9]+)?\.safetensors", re.ASCII)
-# Errors of readers of tensors and memories if the content of a file is malformed although its
+# Errors of readers of tensors and client states if the content of a file is malformed although its
 # checksum is right.
 _MALFORMED = (
     ValueError,
@@ -54,7 +54,20 @@ _log = logging.getLogger("fedquilt")
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Settings of when to save a checkpoint. The end, ctrl-C and a failed round always save one."""
+    """Settings of when to save a checkpoint.
+
+    A checkpoint is saved when one of the two limits is reached. The end of a run, ctrl-C, a failed
+    round and a new best round on validation samples always save one. A run that is killed loses the
+    rounds since its last checkpoint, and computes the same ones again when it is resumed.
+
+    Example:
+        >>> import fedquilt as fq
+        >>> every_round = fq.Checkpointing(rounds=1)
+        >>> every_round.due(rounds=1, seconds=0.1, cost=0.01)
+        True
+        >>> fq.Checkpointing().due(rounds=1, seconds=0.1, cost=0.01)  # By default every minute
+        False
+    """
 
     rounds: int = 0  # Rounds between checkpoints. 0: only `seconds` decides
     # Seconds between checkpoints, at least 20 times what saving takes. 0: only `rounds` decides
@@ -68,7 +81,7 @@ class Checkpointing:
         """Return True if a checkpoint should be saved now.
 
         Args:
-            rounds: Rounds since the last checkpoint.
+            rounds: Number of rounds since the last checkpoint.
             seconds: Seconds since the last checkpoint.
             cost: Seconds that saving the last checkpoint took.
         """
@@ -80,14 +93,15 @@ class Checkpointing:
 class Manifest:
     """The list of files of a checkpoint, with their checksums."""
 
-    round: int
-    server: Written
-    # Packs of client memories, oldest first. Later ones take precedence
+    round: int  # Number of completed rounds
+    server: Written  # File of the server's weights, slots and extras
+    # Packs of client states, oldest first. Later ones take precedence
     memory: tuple[Written, ...]
     about: Mapping[str, Any]  # Further values that the writer needs when it resumes
 
     @property
     def name(self) -> str:
+        """Return the file name of the manifest."""
         return f"{self.round:08}.json"
 
     @property
@@ -99,9 +113,11 @@ class Manifest:
 
     @property
     def files(self) -> set[str]:
+        """Return the names of all files of the checkpoint, including the manifest."""
         return {self.name, self.server.name, *(pack.name for pack in self.memory)}
 
     def to_json(self) -> str:
+        """Return the text of the manifest with its checksum."""
         plain = {"format": FORMAT, **asdict(self)}
         return json.dumps({**plain, "sha256": _digest(plain)}, indent=1) + "\n"
 
@@ -110,7 +126,7 @@ class Manifest:
         """Read a manifest. Every value is checked, because a checksum does not show who wrote it.
 
         Raises:
-            ValueError: The manifest is malformed. The message says how.
+            ValueError: The manifest is malformed. The message has the reason.
         """
         try:
             plain = json.loads(text)
@@ -166,6 +182,7 @@ class Checkpoints:
 
     @property
     def exist(self) -> bool:
+        """Return True if the folder has at least one manifest."""
         return any(self.folder.glob("*.json"))
 
     @property
@@ -189,7 +206,7 @@ class Checkpoints:
         return sorted(int(path.stem) for path in self._manifests if path.stem.isdecimal())
 
     def save(self, server: Server, about: Mapping[str, Any]) -> None:
-        """Save a state. Its cost depends on the model and on the memories that changed only.
+        """Save a state. Its cost depends on the model and on the client states that changed only.
 
         Args:
             server: State to save.
@@ -216,11 +233,9 @@ class Checkpoints:
         except OSError as error:
             if self._intact:
                 self._prune()  # Remove the incomplete files, which take up space.
-            remaining = (
-                f"the one of round {self.newest} is intact"
-                if self._intact
-                else "there is none from before"
-            )
+            remaining = "there is no earlier one"
+            if self._intact:
+                remaining = f"the one of round {self.newest} is intact"
             raise RecordError(
                 f"the checkpoint of round {server.round} could not be written to {self.folder}: "
                 f"{why(error)}; {remaining}."
@@ -249,14 +264,14 @@ class Checkpoints:
 
     def load(
         self,
-        memory: ClientStates,
+        client_states: ClientStates,
         device: torch.device,
         check: Callable[[Manifest, Server], str] = lambda manifest, server: "",
     ) -> tuple[Server, Manifest] | None:
-        """Return the newest intact state, with its memories opened in `memory`.
+        """Return the newest intact state, with its client states opened in `client_states`.
 
         Args:
-            memory: Object that receives the memories.
+            client_states: Object that receives the client states.
             device: Device of the tensors.
             check: Function that returns further damage of a checkpoint in words. Empty: there is
                 none.
@@ -271,13 +286,13 @@ class Checkpoints:
         for path in self._manifests:
             manifest, damage = self._examine(path)
             if manifest is not None and not damage:
-                server, damage = self._open(manifest, memory, device)
+                server, damage = self._open(manifest, client_states, device)
                 damage = damage or check(manifest, server)
             if manifest is None or damage:
                 damaged.append(f"{path.stem}: {damage}")
                 continue
             for line in damaged:
-                _log.warning("Checkpoint %s. Going on from round %d instead.", line, manifest.round)
+                _log.warning("Checkpoint %s. Resuming from round %d instead.", line, manifest.round)
             self._intact = [manifest]
             self._older = self._best_of(manifest)
             return server, manifest
@@ -304,13 +319,13 @@ class Checkpoints:
             return {}
 
     def load_round(
-        self, round: int, memory: ClientStates, device: torch.device
+        self, round: int, client_states: ClientStates, device: torch.device
     ) -> tuple[Server, Manifest]:
-        """Return the state of one round, with its memories opened in `memory`.
+        """Return the state of one round, with its client states opened in `client_states`.
 
         Args:
             round: Number of the round.
-            memory: Object that receives the memories.
+            client_states: Object that receives the client states.
             device: Device of the tensors.
 
         Raises:
@@ -318,7 +333,7 @@ class Checkpoints:
         """
         manifest, damage = self._examine(self.folder / f"{round:08}.json")
         if manifest is not None and not damage:
-            server, damage = self._open(manifest, memory, device)
+            server, damage = self._open(manifest, client_states, device)
         if manifest is None or damage:
             raise RecordError(
                 f"the state after round {round} was asked for; its checkpoint is damaged: {damage}."
@@ -362,14 +377,14 @@ class Checkpoints:
         return manifest, next(filter(None, damages), "")
 
     def _open(
-        self, manifest: Manifest, memory: ClientStates, device: torch.device
+        self, manifest: Manifest, client_states: ClientStates, device: torch.device
     ) -> tuple[Server, str]:
         """Return the state of a checkpoint, and a description of damage to its content."""
-        server = Server(manifest.round, {}, memory)
+        server = Server(manifest.round, {}, client_states)
         try:
             with TensorFile.open(self.folder / manifest.server.name, NO_LIMIT) as file:
                 state = read_state(file, device)
-            memory.open(self.folder, manifest.memory)
+            client_states.open(self.folder, manifest.memory)
         except OSError as error:
             return server, f"its files cannot be read: {why(error)}"
         except RecordError as error:

@@ -9,40 +9,31 @@ for saved state.
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
-from weakref import finalize
 
 import torch
 
 from fedquilt.errors import RecordError
-from fedquilt.names import said
-from fedquilt.storage.files import Blob, Written, header, settled, why, write
-from fedquilt.storage.tensor_files import (
-    MAX_NOTE_DEPTH,
-    Bytes,
-    TensorFile,
-    bounded_json,
-    read_state,
+from fedquilt.runs.client_state_logs import (
+    Key,
+    Log,
+    Pack,
+    Spill,
+    decode_for,
+    encode,
+    entry_name,
+    state_size,
 )
-from fedquilt.terms import ClientState, Submodel, in_slots
+from fedquilt.storage.files import Blob, Written, header, settled, write
+from fedquilt.storage.tensor_files import Bytes
+from fedquilt.terms import ClientState
 
-Key = tuple[int, str]  # Client and scope
-
-LIMIT = 2 << 30  # Bytes of client states that are kept in memory by default
-LARGE = 64 << 20  # Bytes at which a pack is full
-_TENSOR = 512  # Approximate bytes of a tensor besides its values
-_SLACK = 64 << 20  # Bytes of outdated blobs in a spill before it is rewritten
+DEFAULT_LIMIT = 2 << 30  # Bytes of client states that are kept in memory by default
+FULL_PACK_BYTES = 64 << 20  # Bytes at which a pack is full
 
 
 class ClientStates(MutableMapping[Key, ClientState]):
@@ -50,7 +41,7 @@ class ClientStates(MutableMapping[Key, ClientState]):
 
     def __init__(
         self,
-        limit: int = LIMIT,
+        limit: int = DEFAULT_LIMIT,
         device: torch.device = torch.device("cpu"),
         spill_in: Path | None = None,
     ) -> None:
@@ -60,60 +51,63 @@ class ClientStates(MutableMapping[Key, ClientState]):
         self._reset()
 
     def _reset(self) -> None:
-        self._held: OrderedDict[Key, ClientState] = OrderedDict()  # Least recently used first
+        """Forget all states."""
+        self._in_memory: OrderedDict[Key, ClientState] = OrderedDict()  # Least recently used first
         self._bytes = 0  # Bytes of the states in memory
-        self._where: dict[Key, Log] = {}  # Logs of the states whose current value is on disk
+        self._on_disk: dict[Key, Log] = {}  # Logs of the states whose current value is on disk
         self._changed: dict[Key, None] = {}  # States that changed since the last checkpoint
-        self._gone: set[Key] = set()  # Deleted states, which the next pack must record
+        self._deleted: set[Key] = set()  # Deleted states, which the next pack must record
         self._packs: list[Pack] = []  # Packs of the last checkpoint, oldest first
         self._spill: Spill | None = None
 
     # --- a mapping -------------------------------------------------------------------------------
 
     def __getitem__(self, key: Key) -> ClientState:
-        memory = self._held.get(key)
-        if memory is not None:
-            self._held.move_to_end(key)
+        state = self._in_memory.get(key)
+        if state is not None:
+            self._in_memory.move_to_end(key)
         elif key in self:
-            memory = _decoded(key, self._where[key].read(key), self._device)
-            self._hold(key, memory)
+            state = decode_for(key, self._on_disk[key].read(key), self._device)
+            self._hold(key, state)
         # States are moved to disk on look-up and not on assignment. Assignment then cannot fail,
         # so that either all states of a round are updated or none. A checkpoint in between writes
         # the changed states anyway.
         self._make_room()
-        if memory is None:
+        if state is None:
             raise KeyError(key)
-        return memory
+        return state
 
-    def __setitem__(self, key: Key, memory: ClientState) -> None:
+    def __setitem__(self, key: Key, state: ClientState) -> None:
         self._forget(key)
-        self._gone.discard(key)
+        self._deleted.discard(key)
         self._changed[key] = None
-        self._hold(key, _settled(memory))
+        self._hold(key, _settled(state))
 
     def __delitem__(self, key: Key) -> None:
         if key not in self:
             raise KeyError(key)
         self._forget(key)
-        self._gone.add(key)
+        self._deleted.add(key)
         self._changed[key] = None
 
     def __contains__(self, key: object) -> bool:
-        return key not in self._gone and (key in self._held or key in self._where)
+        return key not in self._deleted and (key in self._in_memory or key in self._on_disk)
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(sorted((self._held.keys() | self._where.keys()) - self._gone))
+        return iter(sorted((self._in_memory.keys() | self._on_disk.keys()) - self._deleted))
 
     def __len__(self) -> int:
-        return len((self._held.keys() | self._where.keys()) - self._gone)
+        return len((self._in_memory.keys() | self._on_disk.keys()) - self._deleted)
 
     def __bool__(self) -> bool:
-        return any(key not in self._gone for keys in (self._held, self._where) for key in keys)
+        return any(
+            key not in self._deleted for keys in (self._in_memory, self._on_disk) for key in keys
+        )
 
     def __repr__(self) -> str:
         return (
-            f"ClientStates of {len(self)} ({len(self._held)} held, {self._bytes:,} bytes of "
-            f"{self.limit:,})"
+            f"ClientStates of {len(self)} ({len(self._in_memory)} in memory, {self._bytes:,} bytes "
+            f"of {self.limit:,})"
         )
 
     def snapshot(self) -> MutableMapping[Key, ClientState]:
@@ -122,9 +116,9 @@ class ClientStates(MutableMapping[Key, ClientState]):
         If some states are only on disk, they are not read, and any access to the result raises an
         error.
         """
-        if any(key not in self._held and key not in self._gone for key in self._where):
+        if any(key not in self._in_memory and key not in self._deleted for key in self._on_disk):
             return NotKept()
-        return {key: memory for key, memory in self._held.items() if key not in self._gone}
+        return {key: state for key, state in self._in_memory.items() if key not in self._deleted}
 
     # --- the bound -------------------------------------------------------------------------------
 
@@ -133,26 +127,27 @@ class ClientStates(MutableMapping[Key, ClientState]):
         """Return the approximate bytes of the states in memory."""
         return self._bytes
 
-    def _hold(self, key: Key, memory: ClientState) -> None:
-        self._held[key] = memory
-        self._bytes += _size(memory)
+    def _hold(self, key: Key, state: ClientState) -> None:
+        self._in_memory[key] = state
+        self._bytes += state_size(state)
 
     def _forget(self, key: Key) -> None:
-        if key in self._held:
-            self._bytes -= _size(self._held.pop(key))
-        if key in self._where:
-            self._where.pop(key).forget(key)
+        if key in self._in_memory:
+            self._bytes -= state_size(self._in_memory.pop(key))
+        if key in self._on_disk:
+            self._on_disk.pop(key).forget(key)
 
     def _make_room(self) -> None:
-        while self._bytes > self.limit and len(self._held) > 1:  # The last one is in use.
-            key, memory = next(iter(self._held.items()))
-            if key not in self._where:
+        """Move the least recently used states to disk until the others are within the limit."""
+        while self._bytes > self.limit and len(self._in_memory) > 1:  # The last one is in use.
+            key, state = next(iter(self._in_memory.items()))
+            if key not in self._on_disk:
                 if self._spill is None:
                     self._spill = Spill(self.spill_in)
-                self._spill.put(key, encode(memory))
-                self._where[key] = self._spill
-            del self._held[key]
-            self._bytes -= _size(memory)
+                self._spill.put(key, encode(state))
+                self._on_disk[key] = self._spill
+            del self._in_memory[key]
+            self._bytes -= state_size(state)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -165,18 +160,18 @@ class ClientStates(MutableMapping[Key, ClientState]):
         earlier.
         """
         kept_packs = self._worth_keeping(path.parent)
-        copied = [pack for pack in self._packs if pack not in kept_packs]
-        sources: dict[Key, Log] = {key: pack for pack in copied for key in pack.entries}
+        repacked = [pack for pack in self._packs if pack not in kept_packs]
+        sources: dict[Key, Log] = {key: pack for pack in repacked for key in pack.entries}
         sizes = {key: log.entries[key][1] for key, log in sources.items()}
         blobs: dict[Key, Blob] = {}
         for key in self._changed:
-            if key in self._gone:
+            if key in self._deleted:
                 sizes[key] = 0  # A size of 0 marks a deleted state in a pack.
-            elif key in self._where:
-                sources[key] = self._where[key]
+            elif key in self._on_disk:
+                sources[key] = self._on_disk[key]
                 sizes[key] = sources[key].entries[key][1]
             else:
-                blobs[key] = blob = encode(self._held[key])
+                blobs[key] = blob = encode(self._in_memory[key])
                 sizes[key] = blob.size
         if not kept_packs:  # No older pack has the deleted states.
             sizes = {key: size for key, size in sizes.items() if size}
@@ -189,8 +184,10 @@ class ClientStates(MutableMapping[Key, ClientState]):
                     yield sources[key].read(key)
 
         packs = []
-        for number, part in enumerate(_parts(sizes)):
-            head = header({_name(key): ("U8", (size,), size) for key, size in part.items()}, None)
+        for number, part in enumerate(_pack_parts(sizes)):
+            head = header(
+                {entry_name(key): ("U8", (size,), size) for key, size in part.items()}, None
+            )
             file = path.with_stem(f"{path.stem}-{number}") if number else path
             pack = Pack(file, write(file, chain([head], chunks(part))))
             pack.lay_out(part, len(head))
@@ -206,7 +203,7 @@ class ClientStates(MutableMapping[Key, ClientState]):
         written anyway. Packs then grow geometrically, so that there are few of them.
         """
         size = self._size_of_changes()
-        kept_packs, room = [], max(size, LARGE)
+        kept_packs, room = [], max(size, FULL_PACK_BYTES)
         for pack in self._packs:
             is_in_folder = pack.path.parent == folder
             if (
@@ -218,25 +215,28 @@ class ClientStates(MutableMapping[Key, ClientState]):
             else:
                 size += pack.live
                 room -= pack.live
-        while size and kept_packs and kept_packs[-1].live <= min(size, LARGE // 2):
+        while size and kept_packs and kept_packs[-1].live <= min(size, FULL_PACK_BYTES // 2):
             size += kept_packs.pop().live
         return kept_packs
 
     def _size_of_changes(self) -> int:
+        """Return the bytes of the states that changed since the last checkpoint."""
         return sum(
-            self._where[key].entries[key][1] if key in self._where else _size(self._held[key])
+            self._on_disk[key].entries[key][1]
+            if key in self._on_disk
+            else state_size(self._in_memory[key])
             for key in self._changed
-            if key not in self._gone
+            if key not in self._deleted
         )
 
     def saved(self, draft: Draft) -> None:
         """Record that a draft is part of a checkpoint, so that no state counts as changed."""
         self._packs = draft.packs
         if not draft.kept:  # The new packs have all states.
-            self._where.clear()
-            self._gone.clear()
+            self._on_disk.clear()
+            self._deleted.clear()
         for pack in draft.new:
-            self._where.update(dict.fromkeys(pack.entries, pack))
+            self._on_disk.update(dict.fromkeys(pack.entries, pack))
         self._changed.clear()
         self._spill = None
 
@@ -252,18 +252,18 @@ class ClientStates(MutableMapping[Key, ClientState]):
             pack = Pack(folder / written.name, written)
             pack.read_entries()
             for key, (_, size) in pack.entries.items():
-                if key in self._where:
-                    self._where[key].forget(key)
-                self._where[key] = pack
-                (self._gone.discard if size else self._gone.add)(key)
+                if key in self._on_disk:
+                    self._on_disk[key].forget(key)
+                self._on_disk[key] = pack
+                (self._deleted.discard if size else self._deleted.add)(key)
             self._packs.append(pack)
 
 
-def copied(memory: Mapping[Key, ClientState], device: torch.device) -> ClientStates:
+def copied(states: Mapping[Key, ClientState], device: torch.device) -> ClientStates:
     """Return a copy of client states. Tensors are shared."""
-    states = ClientStates(device=device)
-    states.update(memory)
-    return states
+    copy = ClientStates(device=device)
+    copy.update(states)
+    return copy
 
 
 class NotKept(MutableMapping[Key, ClientState]):
@@ -272,7 +272,7 @@ class NotKept(MutableMapping[Key, ClientState]):
     def __getitem__(self, key: Key) -> ClientState:
         raise self._error
 
-    def __setitem__(self, key: Key, memory: ClientState) -> None:
+    def __setitem__(self, key: Key, state: ClientState) -> None:
         raise self._error
 
     def __delitem__(self, key: Key) -> None:
@@ -287,232 +287,39 @@ class NotKept(MutableMapping[Key, ClientState]):
     @property
     def _error(self) -> RecordError:
         return RecordError(
-            "what clients remembered in an earlier round was asked for; it was more than "
-            "memory_limit allows to hold, "
-            "and was not kept. A run with a folder (out=DIR) keeps it on disk."
+            "client states of an earlier round were asked for; they exceeded client_state_memory, "
+            "and were not kept. A run with a folder (out=DIR) keeps them on disk."
         )
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Packs for a checkpoint that is being written."""
+    """The packs of a checkpoint that is being written."""
 
-    kept: list[Pack]
-    new: list[Pack]
+    kept: list[Pack]  # Packs of the last checkpoint that this one lists, too
+    new: list[Pack]  # Packs that were written for this checkpoint
 
     @property
     def packs(self) -> list[Pack]:
+        """Return all packs of the checkpoint, oldest first."""
         return [*self.kept, *self.new]
 
 
-# --- on disk ------------------------------------------------------------------------------------
+def _settled(state: ClientState) -> ClientState:
+    weights = settled(state.weights)
+    slots = {slot: settled(values) for slot, values in state.slots.items()}
+    return replace(state, weights=weights, slots=slots, extras=settled(state.extras))
 
 
-class Log(ABC):
-    """Blobs one behind another in a file. `entries` has those that are still current."""
-
-    def __init__(self) -> None:
-        self.entries: dict[Key, tuple[int, int]] = {}  # Offset and size in bytes
-        self.live = 0  # Bytes of all current entries
-
-    def enter(self, key: Key, at: int, size: int) -> None:
-        self.entries[key] = at, size
-        self.live += size
-
-    def forget(self, key: Key) -> None:
-        self.live -= self.entries.pop(key)[1]
-
-    @abstractmethod
-    def read(self, key: Key) -> bytearray: ...
-
-    def _read(self, file: BinaryIO, key: Key) -> bytearray:
-        offset, size = self.entries[key]
-        data = bytearray(size)
-        file.seek(offset)
-        if file.readinto(data) != size:  # type: ignore[attr-defined]
-            raise RecordError(
-                f"the memory of client {key[0]} was cut short on disk: {size:,} bytes were "
-                "expected."
-            )
-        return data
-
-
-class Pack(Log):
-    """Client states of a checkpoint: a safetensors file whose entries are safetensors files."""
-
-    def __init__(self, path: Path, written: Written) -> None:
-        super().__init__()
-        self.path = path
-        self.written = written
-
-    def lay_out(self, sizes: Mapping[Key, int], begin: int) -> None:
-        """Add entries for blobs that follow one another.
-
-        Args:
-            sizes: Bytes of each blob, in order.
-            begin: Offset of the first blob.
-        """
-        for key, size in sizes.items():
-            self.enter(key, begin, size)
-            begin += size
-
-    def read_entries(self) -> None:
-        """Add the entries that the header of the file lists."""
-        with self.path.open("rb") as stream:
-            file = TensorFile(stream, os.fstat(stream.fileno()).st_size, str(self.path))
-        for name, entry in file.entries.items():
-            self.enter(_key(name), entry.offset, entry.size)
-
-    def read(self, key: Key) -> bytearray:
-        # The file is opened for each read, because a run may have more packs than a process may
-        # have open files.
-        try:
-            with self.path.open("rb") as file:
-                return self._read(file, key)
-        except OSError as error:
-            raise RecordError(
-                f"the memory of client {key[0]} is in {self.path}, which cannot be read: "
-                f"{why(error)}."
-            ) from error
-
-
-class Spill(Log):
-    """Client states that changed since the last checkpoint and exceed the memory limit."""
-
-    def __init__(self, folder: Path | None) -> None:
-        super().__init__()
-        self._folder = folder
-        self._end = 0
-        with self._blame():
-            self._file = self._new()
-
-    def _new(self) -> BinaryIO:
-        file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (it lives as long as the log)
-        finalize(self, file.close)
-        return file
-
-    def put(self, key: Key, blob: Blob) -> None:
-        with self._blame():
-            if self._end > 2 * self.live + _SLACK:
-                self._rewrite()
-            self._file.seek(self._end)
-            for chunk in blob.chunks():
-                self._file.write(chunk)
-            self._file.flush()
-        self.enter(key, self._end, blob.size)
-        self._end += blob.size
-
-    def read(self, key: Key) -> bytearray:
-        with self._blame():
-            return self._read(self._file, key)
-
-    def _rewrite(self) -> None:
-        """Copy the current blobs into a new file, so that outdated ones do not fill the disk."""
-        fresh, entries, end = self._new(), {}, 0
-        for key, (_, size) in self.entries.items():
-            fresh.write(self.read(key))
-            entries[key] = end, size
-            end += size
-        fresh.flush()
-        self._file.close()
-        self._file, self.entries, self._end = fresh, entries, end
-
-    @contextmanager
-    def _blame(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RecordError(
-                "the clients' memories outgrew their bound, and what is beyond cannot be kept in "
-                f"{self._folder or tempfile.gettempdir()}: {why(error)}. Free some space there, or "
-                "raise the bound."
-            ) from error
-
-
-# --- one memory ---------------------------------------------------------------------------------
-
-
-def encode(memory: ClientState) -> Blob:
-    """Return a client state as bytes, without loss."""
-    submodel = json.dumps(memory.submodel.to_dict())
-    note = {"submodel": submodel, "steps": memory.steps, "round": memory.round}
-    return Blob.of_state(memory.weights, memory.slots, memory.extras, **note)
-
-
-def decode(data: bytearray, device: torch.device) -> ClientState:
-    """Return the client state that `encode` wrote."""
-    state = read_state(TensorFile.of(data, "the memory of a client"), device)
-    submodel, steps = state.note.get("submodel"), state.note.get("steps")
-    last = state.note.get("round", -1)  # Earlier versions did not write it.
-    if not isinstance(submodel, str) or not isinstance(steps, int) or not isinstance(last, int):
-        raise RecordError(
-            "the memory of a client does not say of which sub-model it is, and after how many "
-            "steps."
-        )
-    return ClientState(_submodel(submodel), state.weights, state.slots, steps, last, state.extras)
-
-
-def _decoded(key: Key, data: bytearray, device: torch.device) -> ClientState:
-    """Return a client state that was read from disk.
-
-    Raises:
-        RecordError: The bytes are not a client state. The message names the client.
-    """
-    try:
-        return decode(data, device)
-    except RecordError as error:
-        raise RecordError(
-            f"the memory of client {key[0]} on disk is not what was written: {error}"
-        ) from error
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        RuntimeError,
-    ) as error:
-        raise RecordError(
-            f"the memory of client {key[0]} on disk is not what was written: {said(error)}."
-        ) from error
-
-
-@lru_cache(maxsize=1024)  # Clients with the same positions share one object.
-def _submodel(text: str) -> Submodel:
-    return Submodel.from_dict(bounded_json(text.encode(), MAX_NOTE_DEPTH))
-
-
-def _settled(memory: ClientState) -> ClientState:
-    weights = settled(memory.weights)
-    slots = {slot: settled(values) for slot, values in memory.slots.items()}
-    return replace(memory, weights=weights, slots=slots, extras=settled(memory.extras))
-
-
-def _size(memory: ClientState) -> int:
-    tensors = [*memory.weights.values(), *in_slots(memory.slots), *memory.extras.values()]
-    return sum(tensor.nbytes + _TENSOR for tensor in tensors)
-
-
-def _parts(sizes: Mapping[Key, int]) -> Iterator[dict[Key, int]]:
+def _pack_parts(sizes: Mapping[Key, int]) -> Iterator[dict[Key, int]]:
     """Divide blobs into packs, by key and size. All packs but the last are full."""
     part: dict[Key, int] = {}
     total = 0
     for key, size in sizes.items():
         part[key] = size
         total += size
-        if total >= LARGE:
+        if total >= FULL_PACK_BYTES:
             yield part
             part, total = {}, 0
     if part:
         yield part
-
-
-def _name(key: Key) -> str:
-    return f"{key[0]}:{key[1]}"
-
-
-def _key(name: str) -> Key:
-    client, _, scope = name.partition(":")
-    if not (client.isascii() and client.isdecimal()):
-        raise RecordError(f"a memory of client {client!r} was found; clients are whole numbers.")
-    return int(client), scope

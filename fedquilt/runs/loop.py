@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 from fedquilt.runs.tracking import Tracking, tracked
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fedquilt.round import Record
     from fedquilt.runs.folder import Folder
     from fedquilt.runs.run import Run
@@ -22,7 +20,6 @@ def complete(
     rounds: int,
     *,
     folder: Folder | None = None,
-    path: Path | None = None,
     trackers: Sequence[Tracking] = (),
     settings: Mapping[str, Any] | None = None,
     watch: Watch | None = None,
@@ -33,16 +30,21 @@ def complete(
     Args:
         run: A prepared or resumed run.
         rounds: Total number of rounds.
-        folder: Folder that records and checkpoints are written to after every round. None: no
-            folder.
-        path: Path of the folder, which is passed to trackers.
-        trackers: Trackers that log the records as well.
-        settings: Settings of the run that trackers show.
+        folder: Folder that records and checkpoints are written to after every round. None: nothing
+            is written.
+        trackers: Trackers that log the records as well. Empty: none.
+        settings: Settings of the run that trackers show. None: they show none.
         watch: Function that is called with the record of every round, after it has been written.
-        names: Entries of the summary that replace those of the run.
+            None: no function is called.
+        names: Entries of the summary that replace those of the run. None: none is replaced.
     """
+    path = folder.path if folder else None
     with tracked(trackers, run, dict(settings or {}), path) as log:
-        watchers = [log, *([folder.watch(run)] if folder else []), *([watch] if watch else [])]
+        watchers = [log]
+        if folder:
+            watchers.append(folder.watch(run))
+        if watch:
+            watchers.append(watch)
 
         def after(record: Record) -> None:
             for watcher in watchers:

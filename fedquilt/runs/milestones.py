@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Milestone:
     """The first evaluated round that reached a target, and the cost up to and including it."""
 
-    round: int
+    round: int  # Number of the round
     bytes: int  # Bytes sent to all clients and back
     macs: int  # Multiply-adds of all clients
     seconds: float  # Seconds that the rounds took on this machine, including evaluation
@@ -108,7 +108,7 @@ def check_target(target: float, metric: str = "", is_rate: bool = False) -> None
     """
     if is_rate and not 0 < target <= 1:
         raise ConfigError(
-            f"a target of {target:g} was asked for; {metric} lies in (0, 1]: for 60 % say 0.6."
+            f"a target of {target:g} was asked for; {metric} is in (0, 1]: for 60 %, ask for 0.6."
         )
     if not math.isfinite(target):
         raise ConfigError(

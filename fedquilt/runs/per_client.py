@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class Device:
     """One client: the cost of a round for it, and its results."""
 
-    client: int
+    client: int  # Number of the client
     share: str  # Share of the model that the client can hold
     domain: str  # Domain of most of its samples. Empty: the data has no domains
     macs: int  # Multiply-adds of one training batch
@@ -60,7 +60,7 @@ class Device:
 class PerClient:
     """Costs and results of all clients of a fleet, or of those asked for."""
 
-    devices: tuple[Device, ...]
+    devices: tuple[Device, ...]  # Costs and results of each client
     trained: dict[str, float]  # Share of all parameters that arrived from clients of each domain
     main: str = "accuracy"  # Name of the task's main figure
     percent: bool = True  # True if the main figure is a rate
@@ -70,23 +70,25 @@ class PerClient:
         """Return True if rounds have a deadline, which clients may have missed."""
         return any(device.late is not None for device in self.devices)
 
-    def spread(self, of: str) -> tuple[float, float]:
-        """Return mean and standard deviation over clients of one number, such as `macs`."""
-        known({name: name for name in (*_SPREAD, "late")}, of, "number of a client")
-        values = [value for device in self.devices if (value := getattr(device, of)) is not None]
-        return (
-            (statistics.fmean(values), statistics.pstdev(values))
-            if values
-            else (float("nan"), float("nan"))
-        )
+    def spread(self, field_name: str) -> tuple[float, float]:
+        """Return mean and standard deviation over clients of one number, such as `macs`.
 
-    def by(self, what: Literal["share", "domain"]) -> dict[str, PerClient]:
+        Both are NaN if no client has the number.
+        """
+        known({name: name for name in (*_SPREAD, "late")}, field_name, "number of a client")
+        all_values = [getattr(device, field_name) for device in self.devices]
+        values = [value for value in all_values if value is not None]
+        if not values:
+            return math.nan, math.nan
+        return statistics.fmean(values), statistics.pstdev(values)
+
+    def by(self, group: Literal["share", "domain"]) -> dict[str, PerClient]:
         """Group clients by the share that they can hold, widest first, or by domain."""
         groups: dict[str, list[Device]] = {}
-        known({"share": "", "domain": ""}, what, "group of clients")
+        known({"share": "", "domain": ""}, group, "group of clients")
         for device in self.devices:
-            groups.setdefault(getattr(device, what), []).append(device)
-        keys = sorted(groups, key=float, reverse=True) if what == "share" else sorted(groups)
+            groups.setdefault(getattr(device, group), []).append(device)
+        keys = sorted(groups, key=float, reverse=True) if group == "share" else sorted(groups)
         return {key: replace(self, devices=tuple(groups[key])) for key in keys}
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,6 +153,7 @@ def per_client(run: Run, clients: Iterable[int] | None = None, evaluate: bool = 
 
 
 def _device(run: Run, client: Client, figures: _Figures) -> Device:
+    """Return the costs of a round for a client, beside its figures."""
     world, method = run.world, run.method
     macs = params = 0
     for submodel in method.plan(run.server, client, world):

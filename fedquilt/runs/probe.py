@@ -38,7 +38,7 @@ class Target:
     samples: int = 500  # Number of training samples on the device
     epoch_seconds: float = 60.0  # Seconds that one epoch may take
     memory: float = 0.5  # Share of the free memory that training may take
-    batch_size: int = 32
+    batch_size: int = 32  # Number of samples in a batch
 
     def __post_init__(self) -> None:
         within(
@@ -54,8 +54,8 @@ class Target:
 class MemberSummary:
     """A member of a family by its share and its costs."""
 
-    share: float
-    params: int
+    share: float  # Share of the model in (0, 1]
+    params: int  # Number of parameters
     macs: int  # Multiply-adds of the forward pass of one sample
     memory: int  # Bytes of a training step in the precision of the probe
 
@@ -64,16 +64,16 @@ class MemberSummary:
 class Probe:
     """Measurements of a machine with a family of models, and the proposed budget."""
 
-    device: str
-    precision: Precision
-    cores: int
+    device: str  # Device that was measured, as torch names it
+    precision: Precision  # Precision of training
+    cores: int  # Number of CPU cores that the process may use
     memory: int  # Bytes of free memory
-    target: Target
+    target: Target  # Work that the budget is for
     measured: MemberSummary  # Member that was trained for the measurement
     samples_per_second: float  # Training speed of that member
     # Training speed in multiply-adds as budgets count them: those of the forward pass of a sample
     macs_per_second: float
-    budget: Budget
+    budget: Budget  # Proposed budget
     member: MemberSummary  # Member that fits the budget
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,16 +115,13 @@ def probe(
     except BudgetError as error:
         raise BudgetError(
             f"{target.samples} samples in {target.epoch_seconds:g} s were asked of this machine "
-            f"({device}); it trains "
-            f"{macs * rate:,.0f} multiply-adds a second. {error} More seconds or fewer samples "
-            "would help."
+            f"({device}); it trains {macs * rate:,.0f} multiply-adds a second. {error} More "
+            "seconds or fewer samples would help."
         ) from error
     return Probe(
         device=device,
         precision=precision,
-        cores=len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
+        cores=_num_cores(),
         memory=free,
         target=target,
         measured=measured,
@@ -133,6 +130,13 @@ def probe(
         budget=budget,
         member=member,
     )
+
+
+def _num_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 # --- speed --------------------------------------------------------------------------------------
@@ -176,13 +180,13 @@ def _throughput(
 
 
 def _training_step(
-    family: Family, arch: Arch, where: torch.device, dtype: torch.dtype, batch_size: int
+    family: Family, arch: Arch, device: torch.device, dtype: torch.dtype, batch_size: int
 ) -> Callable[[], None]:
     """Return a function that performs one local training step with momentum."""
     world, member = World(family), family.member(arch)
 
     def here(value: Tensor) -> Tensor:
-        return value.to(where, dtype if value.is_floating_point() else value.dtype)
+        return value.to(device, dtype if value.is_floating_point() else value.dtype)
 
     method = Method(local=LocalTraining(batch_size=batch_size))
     learner = method.learner(Job(Client(0, Budget(share=1.0)), member.prefix, 0), world)
@@ -192,9 +196,9 @@ def _training_step(
     example = family.example_inputs[0]
     inputs = here(example[torch.arange(batch_size) % len(example)])
     targets = _targets(member, state, inputs)
-    has_class = torch.ones(family.num_outputs, dtype=torch.bool, device=where)
+    has_class = torch.ones(family.num_outputs, dtype=torch.bool, device=device)
     batch = Batch(
-        inputs, targets, has_class, torch.tensor(noise.key(noise.Stream.TRIAL_BATCH), device=where)
+        inputs, targets, has_class, torch.tensor(noise.key(noise.Stream.TRIAL_BATCH), device=device)
     )
 
     def step() -> None:
@@ -202,10 +206,10 @@ def _training_step(
         for phase in learner.phases_at(0):
             grads, _ = gradient(learner, member, phase.objective, state, Received(state), batch)
             state, slots = move(
-                learner, phase, state, slots, grads, learner.masks(member, phase, where), Step(0)
+                learner, phase, state, slots, grads, learner.masks(member, phase, device), Step(0)
             )
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     return step
 
@@ -214,6 +218,7 @@ def _targets(member: Member, state: dict[str, Tensor], inputs: Tensor) -> Tensor
     """Return random classes in the shape of the output: one per sample, token or pixel."""
     with torch.no_grad():
         logits, _ = member.net(state, inputs, Pass(train=False, statistics="batch"))
+    # (sample, class, …) without the classes: (sample, …)
     shape = logits.movedim(member.class_dim, 1)[:, 0].shape
     classes = (
         noise.uniform(torch.tensor(noise.key(noise.Stream.TRIAL_CLASSES)), shape, torch.float64)

@@ -22,7 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fedquilt.config.settings import UNSET, Choice, Problem, parameters, read, write
+from fedquilt.config.choice import Choice
+from fedquilt.config.reading import read
+from fedquilt.config.schema import parameters
+from fedquilt.config.tables import UNSET, Problem
+from fedquilt.config.toml import Settings
+from fedquilt.config.writing import write
 from fedquilt.data import DATA
 from fedquilt.engines import ENGINES
 from fedquilt.errors import ConfigError, FedquiltError
@@ -33,28 +38,24 @@ from fedquilt.models import MODELS
 from fedquilt.names import is_file, name_of, said
 from fedquilt.runs.checkpoint import Checkpointing
 from fedquilt.runs.client_states import ClientStates
-from fedquilt.runs.experiment import (
-    Experiment,
-    Machine,
-    Model,
-    Settings,
-    Source,
-    TraceOptions,
-    net_names,
-)
-from fedquilt.runs.folder import describe, is_same
+from fedquilt.runs.data_settings import Source
+from fedquilt.runs.description import describe
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.fingerprint import is_same
+from fedquilt.runs.machine import Machine
+from fedquilt.runs.model_settings import Model, TraceOptions, net_names
 from fedquilt.runs.tracking import Tracking
 from fedquilt.runs.trust import named_code
 from fedquilt.terms import WHOLE
 
 if TYPE_CHECKING:
     from fedquilt.data.origin import Origin
-    from fedquilt.runs.run import Given, Run
+    from fedquilt.runs.run import Run
 
 _GUARDS = ("__name__ == '__main__'", "'__main__' == __name__")
 
 
-def described(
+def config_text(
     run: Run,
     rounds: int,
     checkpoint: Checkpointing = Checkpointing(),
@@ -127,14 +128,14 @@ def _parts(
             field_info.name: partial(getattr, experiment, field_info.name)
             for field_info in fields(experiment)
         }
-    assert run.given is not None, "prepare has kept what it was given"
+    assert run.origin is not None, "prepare keeps the parts that it was given"
     seed = run.world.seed
     return {
         "rounds": lambda: _rounds(rounds),
         "seed": lambda: seed,
         "method": lambda: _method(run.method, rounds),
-        "model": partial(_model, run.given),
-        "data": partial(_source, run.given.origin, run.fleet.num_clients, seed),
+        "model": partial(_model, run.origin.family),
+        "data": partial(_source, run.origin.data, run.fleet.num_clients, seed),
         "task": lambda: run.world.task,
         "fleet": partial(_devices, run, seed),
         "engine": partial(_machine, run),
@@ -158,15 +159,13 @@ def _method(method: Method, rounds: int) -> Method:
     if not is_same(method.settled(rounds), method):
         raise ConfigError(
             f"{type(method).__name__} was not settled for {rounds} rounds, and a file would do "
-            "that. "
-            f"fq.prepare(method.settled({rounds}), …) does it in Python."
+            f"that. fq.prepare(method.settled({rounds}), …) does it in Python."
         )
     return method
 
 
-def _model(given: Given) -> Model | tuple[Model, ...]:
+def _model(family: Family) -> Model | tuple[Model, ...]:
     """Return the model, or one for each net of a union."""
-    family = given.family
     if family.variant != WHOLE or family.trains:
         raise ConfigError(
             f"the family of the variant {family.variant!r} was given; files have whole families."
@@ -190,16 +189,14 @@ def _traced_model(tracing: Tracing | JoinedTracings | None, family: Family) -> M
     if tracing.has_variants:
         raise ConfigError(
             "the model was traced with stages (fq.with_stages); files have them as settings of the "
-            "method: "
-            "ProgFed(stages=…), with fq.trace(net, example)."
+            "method: ProgFed(stages=…), with fq.trace(net, example)."
         )
     source = tracing.source
     if not callable(source) or isinstance(source, torch.nn.Module):
         raise ConfigError(
             f"fq.trace was given a {type(source).__name__} that was made already, of which neither "
-            "arguments nor "
-            "weights are known. fq.trace(net, example) fits, with the function or class that makes "
-            "it."
+            "arguments nor weights are known. fq.trace(net, example) fits, with the function or "
+            "class that makes it."
         )
     factory, options = _call_of(source)
     listed = (name for name, spec in MODELS.items() if spec.factory is factory)
@@ -215,29 +212,24 @@ def _traced_model(tracing: Tracing | JoinedTracings | None, family: Family) -> M
     trace_options = TraceOptions(
         tuple(trace_settings["fixed"]), parts, trace_settings["heads"], trace_settings["class_dim"]
     )
-    return (
-        model
-        if trace_options == TraceOptions(fixed=model.fixed)
-        else replace(model, tracing=trace_options)
-    )
+    if trace_options == TraceOptions(fixed=model.fixed):
+        return model
+    return replace(model, tracing=trace_options)
 
 
 def _source(origin: Origin | None, num_clients: int, seed: int) -> Source:
     """Return the data source with its options and its partition."""
     if origin is None:
         raise ConfigError(
-            "nothing is known of how the samples were made. A data source remembers it "
-            "(fq.data.digits(), "
-            'fq.data.source("mine.npz")()), and so does a function of yours at the top level of a '
-            "file with "
-            "@fq.data.source above it. Samples that were changed afterwards, or dealt by lists of "
-            "positions, do not."
+            "it is not known how the samples were made. A data source remembers it, such as "
+            'fq.data.digits() or fq.data.source("mine.npz")(), and so does a function at the top '
+            "level of a file with @fq.data.source above it. Samples that were changed afterwards, "
+            "or partitioned by lists of positions, do not."
         )
     if origin.partition is not None and origin.num_clients != num_clients:
         raise ConfigError(
-            f"the samples were dealt to {origin.num_clients} clients, and the fleet has "
-            f"{num_clients}. Deal them to "
-            f"as many: deal({num_clients})."
+            f"the samples were partitioned among {origin.num_clients} clients, and the fleet has "
+            f"{num_clients}. pool.partition({num_clients}) would work."
         )
     factory, options = origin.factory, _plain_options(origin.options)
     listed = (name for name, source in DATA.items() if source is factory)
@@ -263,6 +255,7 @@ def _devices(run: Run, seed: int) -> Devices:
 
 
 def _machine(run: Run) -> Machine:
+    """Return the settings of a run's engine, with the threads of this process."""
     engine = run.engine
     name = next((name for name, kind in ENGINES.items() if kind is type(engine)), None)
     if name is None:
@@ -335,8 +328,7 @@ def _check_options(
         if not _is_writable(value, takes[key].hint):
             raise ConfigError(
                 f"{argument}: a file cannot hold this value. Numbers, text and lists fit, with a "
-                "type hint that names "
-                "their kind, or a default value in the signature."
+                "type hint that names their kind, or a default value in the signature."
             )
 
 
@@ -364,17 +356,10 @@ def _check_read_back(value: Any, plain: Any, hint: Any) -> None:
         hint: Type hint of the part.
     """
     if named_code(plain):
-        inner = (
-            {key: setting for key, setting in plain.items() if key != "name"}
-            if isinstance(plain, dict)
-            else None
-        )
-        if (
-            inner is None
-            or isinstance(value, Choice)
-            or not is_dataclass(value)
-            or named_code(inner)
-        ):
+        if not isinstance(plain, dict) or isinstance(value, Choice) or not is_dataclass(value):
+            return
+        inner = {key: setting for key, setting in plain.items() if key != "name"}
+        if named_code(inner):
             return
         # The class is known, so that its name need not be looked up.
         plain, hint = inner, type(value)
@@ -408,8 +393,8 @@ def _check_imports(plain: Any) -> None:
         if is_file(code.reference) and (node := next(relative, None)):
             raise ConfigError(
                 f"{code.reference} imports from its own package in line {node.lineno}, which a "
-                "file by itself cannot. "
-                "Install the package (pip install -e), or import by the full name."
+                "file by itself cannot. Install the package (pip install -e), or import by the "
+                "full name."
             )
 
 

@@ -33,7 +33,7 @@ class Line:
     """A line of the log that holds the record of a round."""
 
     text: bytes  # Content without the line break
-    record: Record
+    record: Record  # Record of the round
     # Checksum of the previous line, as this line has it. None: an earlier version wrote the line
     previous: str | None
     check: str  # Checksum of this line
@@ -43,11 +43,12 @@ class Line:
 class RoundLog:
     """The intact lines of a log, and descriptions of the damaged ones."""
 
-    lines: tuple[Line, ...] = ()
+    lines: tuple[Line, ...] = ()  # Intact lines in the order of the file
     damage: tuple[str, ...] = ()  # Descriptions such as "line 3: its checksum differs"
 
     @property
     def records(self) -> list[Record]:
+        """Return the records of the intact lines."""
         return [line.record for line in self.lines]
 
     @property
@@ -196,8 +197,9 @@ def _record(plain: Any) -> Record:
 
 
 def _fits(hint: str, value: object) -> bool:
-    """Return True if a value has the type of a record's field, a number or a tuple of whole
-    numbers. Values of other types all fit.
+    """Return True if a value has the type of a record's field.
+
+    Numbers and tuples of whole numbers are checked. Values of other types all fit.
     """
     if hint == "int":
         return type(value) is int

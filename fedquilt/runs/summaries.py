@@ -37,8 +37,9 @@ def labels_of(summary: Summary) -> Labels:
 
 
 def share_label(share: str, labels: Labels) -> str:
-    """Return the name that the method gave a share, or the number. What is no number is returned as
-    it is.
+    """Return the name that the method gave a share, or the number of the share.
+
+    Text that is not a number is returned unchanged.
     """
     try:
         return labels.get(share) or f"{float(share):g}"
@@ -118,15 +119,13 @@ def utilization_text(summary: Summary) -> str:
     if "utilisation" not in summary:
         return ""
     usage = (
-        f"{summary['utilisation']:.1%} of the limits' multiply-adds are used by the clients' "
-        "own nets"
+        f"{summary['utilisation']:.1%} of the limits' multiply-adds are used by the clients' own "
+        "nets"
     )
     common = summary.get("common_utilisation")
-    comparison = (
-        ""
-        if common is None
-        else f", {common:.1%} if all had the largest net that fits every device"
-    )
+    comparison = ""
+    if common is not None:
+        comparison = f", {common:.1%} if all had the largest net that fits every device"
     num_over = summary.get("over_limit", 0)
     return usage + comparison + (f"; {num_over} devices exceed their limits" if num_over else "")
 

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+from typing_extensions import override
+
 from fedquilt.errors import ConfigError, FedquiltError, RecordError
 from fedquilt.errors.extras import how_to_install
 from fedquilt.names import said
@@ -43,7 +45,7 @@ class About:
     """Description of a run for a tracker that is opened."""
 
     id: str  # Identifier, which stays the same when the run is resumed
-    name: str
+    name: str  # Name of the run in the tracker
     config: Mapping[str, Scalar]  # All settings by dotted path
     done: int  # Completed rounds. Later ones may have been logged before, and are logged again
     measures: tuple[str, ...]  # Names of metrics that are compared between runs
@@ -51,15 +53,17 @@ class About:
 
 
 class Tracker(Protocol):
+    """A tracker that is open for one run."""
+
     def log(self, record: Record) -> None:
         """Log the record of a round."""
 
-    def finish(self, summary: Mapping[str, Any], whole: bool) -> None:
+    def finish(self, summary: Mapping[str, Any], is_complete: bool) -> None:
         """End the tracking of a run.
 
         Args:
             summary: Summary of the run.
-            whole: True if the run completed all rounds. False if it was stopped before.
+            is_complete: True if the run completed all rounds. False if it was stopped before.
         """
 
 
@@ -75,8 +79,7 @@ class Tracking(ABC):
         if self.package and importlib.util.find_spec(self.package) is None:
             raise ConfigError(
                 f"tracking with {type(self).__name__} was asked for; it needs the package "
-                f"{self.package}, which is not "
-                f"installed: {how_to_install(self.extra)}."
+                f"{self.package}, which is not installed: {how_to_install(self.extra)}."
             )
 
     @abstractmethod
@@ -113,7 +116,7 @@ def flat(settings: Mapping[str, Any], path: str = "") -> dict[str, Scalar]:
     return by_path
 
 
-# --- three of them ------------------------------------------------------------------------------
+# --- trackers -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,7 @@ class TensorBoard(Tracking):
     package: ClassVar[str] = "tensorboard"
     extra: ClassVar[str] = "tensorboard"
 
+    @override
     def open(self, about: About) -> Tracker:
         board: Any = importlib.import_module("torch.utils.tensorboard")  # It has no types.
         log_folder = Path(self.dir or "tensorboard") / about.name
@@ -150,7 +154,7 @@ class _TensorBoard:
             self.writer.add_scalar(name, value, record.round)
         self.writer.flush()  # A killed run has logged all its rounds.
 
-    def finish(self, summary: Mapping[str, Any], whole: bool) -> None:
+    def finish(self, summary: Mapping[str, Any], is_complete: bool) -> None:
         self.writer.close()
 
 
@@ -158,8 +162,9 @@ class _TensorBoard:
 class WandB(Tracking):
     """Weights & Biases: its site, a private server, or files for a later `wandb sync`."""
 
-    project: str = "fedquilt"
+    project: str = "fedquilt"  # Name of the W&B project
     entity: str = ""  # User or team that owns the run. Empty: that of the login
+    # "online": send to a server. "offline": write files for a later `wandb sync`
     mode: Literal["online", "offline"] = "online"
     # Folder that wandb/ is created in. Empty: the run's folder, or the working directory
     dir: str = ""
@@ -167,6 +172,7 @@ class WandB(Tracking):
     package: ClassVar[str] = "wandb"
     extra: ClassVar[str] = "wandb"
 
+    @override
     def open(self, about: About) -> Tracker:
         import wandb
 
@@ -195,11 +201,11 @@ class _WandB:
         if record.round >= self.first:
             self.run.log(scalars(record), step=record.round, commit=True)
 
-    def finish(self, summary: Mapping[str, Any], whole: bool) -> None:
+    def finish(self, summary: Mapping[str, Any], is_complete: bool) -> None:
         self.run.summary.update(
             {f"total/{name}": summary[name] for name in ("seconds", "bytes_down", "bytes_up")}
         )
-        self.run.finish(exit_code=0 if whole else 1)
+        self.run.finish(exit_code=0 if is_complete else 1)
 
 
 @dataclass(frozen=True)
@@ -213,6 +219,7 @@ class MLflow(Tracking):
     package: ClassVar[str] = "mlflow"
     extra: ClassVar[str] = "mlflow"
 
+    @override
     def open(self, about: About) -> Tracker:
         # Without these, a server that is down delays a round for many minutes before it fails.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
@@ -228,11 +235,11 @@ class MLflow(Tracking):
             existing.experiment_id if existing else client.create_experiment(self.experiment)
         )
         earlier_runs = client.search_runs([experiment], f"tags.`fedquilt.id` = '{about.id}'")
-        run = (
-            earlier_runs[0]
-            if earlier_runs
-            else client.create_run(experiment, run_name=about.name, tags={"fedquilt.id": about.id})
-        )
+        if earlier_runs:
+            run = earlier_runs[0]
+        else:
+            tags = {"fedquilt.id": about.id}
+            run = client.create_run(experiment, run_name=about.name, tags=tags)
         id = run.info.run_id
         client.update_run(id, status="RUNNING")
         params = [
@@ -256,7 +263,7 @@ _BATCH = 100  # Largest number of parameters that MLflow accepts per call
 class _MLflow:
     client: Any
     id: str
-    told: Mapping[str, int] = field(default_factory=dict)  # Last logged round by metric
+    logged_rounds: Mapping[str, int] = field(default_factory=dict)  # Last logged round by metric
 
     def log(self, record: Record) -> None:
         from mlflow.entities import Metric
@@ -264,14 +271,16 @@ class _MLflow:
         milliseconds, step = int(time.time() * 1000), record.round
         # Names of metrics contain names of domains, and MLflow allows few characters in them.
         plain = {re.sub(r"[^\w./: -]", "_", name): value for name, value in scalars(record).items()}
-        new = {name: value for name, value in plain.items() if step > self.told.get(name, 0)}
+        new = {
+            name: value for name, value in plain.items() if step > self.logged_rounds.get(name, 0)
+        }
         self.client.log_batch(
             self.id,
             metrics=[Metric(name, value, milliseconds, step) for name, value in new.items()],
         )
 
-    def finish(self, summary: Mapping[str, Any], whole: bool) -> None:
-        self.client.set_terminated(self.id, status="FINISHED" if whole else "KILLED")
+    def finish(self, summary: Mapping[str, Any], is_complete: bool) -> None:
+        self.client.set_terminated(self.id, status="FINISHED" if is_complete else "KILLED")
 
 
 TRACKERS: dict[str, type[Tracking]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
@@ -308,32 +317,42 @@ def tracked(
                 raise
             except Exception as error:
                 raise ConfigError(
-                    f"tracking with {type(tracking).__name__} was asked for; "
-                    f"it could not be opened. {said(error)}"
+                    f"tracking with {type(tracking).__name__} was asked for; it could not be "
+                    f"opened. {said(error)}"
                 ) from error
-        yield lambda record: _each(
+        yield lambda record: _call_each(
             opened, f"in round {record.round}", lambda tracker: tracker.log(record)
         )
         is_complete = True
     finally:
-        _each(opened, "at the end", lambda tracker: tracker.finish(run.summary, is_complete))
+        _call_each(opened, "at the end", lambda tracker: tracker.finish(run.summary, is_complete))
 
 
-def _each(opened: list[tuple[str, Tracker]], when: str, do: Callable[[Tracker], None]) -> None:
+def _call_each(
+    opened: list[tuple[str, Tracker]], moment: str, call: Callable[[Tracker], None]
+) -> None:
+    """Call a function with every open tracker, and drop those that fail with a warning.
+
+    Args:
+        opened: Trackers with the names of their classes.
+        moment: Moment of the call, for the warning.
+        call: Function that logs or finishes.
+    """
     for name, tracker in list(opened):
         try:
-            do(tracker)
+            call(tracker)
         except Exception as error:
             opened.remove((name, tracker))
             _log.warning(
-                "Tracking with %s failed %s, and the run goes on without it. %s",
+                "Tracking with %s failed %s, and the run continues without it. %s",
                 name,
-                when,
+                moment,
                 said(error),
             )
 
 
 def _about(run: Run, config: Mapping[str, Any], folder: Path | None) -> About:
+    """Return the description of a run that trackers are opened with."""
     from fedquilt.round.labels import share_label, tested_budgets
 
     budgets = tested_budgets(run.method, run.fleet.kinds) or (Budget(share=1.0),)
@@ -357,7 +376,7 @@ def _id(folder: Path | None) -> str:
             return str(json.loads(file.read_text())["id"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RecordError(
-                f"{file} says what the run is tracked as; it cannot be read: {said(error)}."
+                f"{file} has the identifier for trackers; it cannot be read: {said(error)}."
             ) from error
     id = uuid.uuid4().hex[:8]
     if file:

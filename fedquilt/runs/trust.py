@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 
 _LINE = re.compile(r"([0-9a-f]{64})  (/.+)")
 _HEADER = (
-    "# Code that fedquilt runs when the folder of a run names it: SHA-256 of the file, path "
-    "and name.\n"
+    "# Code that fedquilt runs when the folder of a run names it: SHA-256 of the file, path and "
+    "name.\n"
 )
 # Files and folders of runs and studies. A TOML file beside one of them is theirs.
 _RECORDS = (
@@ -186,6 +186,7 @@ def named_code(plain: Any) -> list[Code]:
 
 
 def _texts(plain: Any) -> Iterator[str]:
+    """Yield all texts in plain settings, at any depth."""
     if isinstance(plain, str):
         yield plain
     elif isinstance(plain, Mapping):

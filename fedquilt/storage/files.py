@@ -39,9 +39,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Written:
     """Name, size and checksum of a written file, to detect damage later."""
 
-    name: str
-    size: int
-    sha256: str
+    name: str  # File name without its folder
+    size: int  # Bytes of the file
+    sha256: str  # Checksum in hexadecimal digits
 
     def damage(self, folder: Path) -> str:
         """Return a description of the file's damage, or an empty string if it is intact."""
@@ -53,11 +53,9 @@ class Written:
                 checksum = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             return f"{self.name} cannot be read: {why(error)}"
-        return (
-            ""
-            if checksum == self.sha256
-            else f"{self.name} is not what was written: its checksum differs"
-        )
+        if checksum != self.sha256:
+            return f"{self.name} is not what was written: its checksum differs"
+        return ""
 
 
 def write(path: Path, chunks: Iterable[Bytes]) -> Written:
@@ -69,7 +67,7 @@ def write(path: Path, chunks: Iterable[Bytes]) -> Written:
     """
     # Without this check, root could replace /dev/null by a file.
     if path.exists() and not path.is_file():
-        raise FileExistsError(errno.EEXIST, "what is there is no file")
+        raise FileExistsError(errno.EEXIST, "the path is not a plain file")
     temporary = path.with_name(path.name + TEMPORARY)
     refuse_special(temporary)
     temporary.unlink(missing_ok=True)  # A killed process may have left one.

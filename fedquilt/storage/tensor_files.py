@@ -374,8 +374,7 @@ def check_finite(tensors: Mapping[str, Tensor], title: str) -> None:
             count = int((~wide.isfinite()).sum())
             raise RecordError(
                 f"{title}: {count:,} of {tensor.numel():,} values of {name} are NaN or infinite. "
-                "Train or export it "
-                "again, or read it with allow_nan=True."
+                "Train or export it again, or read it with allow_nan=True."
             )
 
 
@@ -458,6 +457,5 @@ def too_large(size: int, max_bytes: int = 0) -> str:
     bound = "max_bytes allows" if max_bytes else "half of the free memory is"
     return (
         f"it takes {size:,} bytes in memory, and {bound} {limit:,}. --max-bytes {size} "
-        f"(max_bytes={size} in Python) "
-        "reads it."
+        f"(max_bytes={size} in Python) reads it."
     )

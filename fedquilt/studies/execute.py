@@ -17,16 +17,20 @@ from typing import Any, Protocol
 
 import torch
 
-from fedquilt.config.settings import write as plain_settings
+from fedquilt.config.writing import write as plain_settings
 from fedquilt.errors import ConfigError, DivergenceError, RecordError
 from fedquilt.round import Record
 from fedquilt.round.evaluate import grade
 from fedquilt.round.labels import labels_by_share
-from fedquilt.runs.experiment import Experiment, Ground, SearchTerms, read_settings
-from fedquilt.runs.folder import Folder, holds_a_run, read, read_summary, summary_text
+from fedquilt.runs.experiment import Experiment, Ground
+from fedquilt.runs.folder import Folder
+from fedquilt.runs.folder_files import holds_a_run, read_records
 from fedquilt.runs.loop import complete
+from fedquilt.runs.model_settings import SearchTerms
 from fedquilt.runs.round_log import gaps, rounds_text
 from fedquilt.runs.run import Run
+from fedquilt.runs.settings_file import read_settings
+from fedquilt.runs.summary_file import read_summary, summary_text
 from fedquilt.runs.trust import remember_code
 from fedquilt.storage.files import write_text
 from fedquilt.studies.measures import MEASURES, TRAINING
@@ -180,7 +184,7 @@ def _all_records(path: Path, summary: Mapping[str, Any]) -> list[Record]:
     """Return the records of a finished run. Without all of them its costs would be wrong."""
     remedy = f"Delete the folder {path} to train this run again."
     try:
-        records = read(path)
+        records = read_records(path)
     except RecordError as error:
         raise RecordError(f"{error} {remedy}") from error
     last = records[-1].round if records else 0
@@ -222,7 +226,6 @@ def perform(planned: PlannedRun, path: Path | None, grounds: Grounds, watch: Wat
                 run,
                 experiment.rounds,
                 folder=folder,
-                path=path,
                 trackers=experiment.trackers,
                 settings=plain_settings(experiment),
                 watch=watch.begin(planned, Display.of(run, experiment.rounds)),
@@ -264,7 +267,7 @@ def warnings_shown_once() -> Iterator[None]:
         shown.add(message)
         return is_first
 
-    logger = logging.getLogger("fedquilt.runs.run")
+    logger = logging.getLogger("fedquilt.runs")
     logger.addFilter(is_new)
     try:
         yield

@@ -19,9 +19,12 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from fedquilt.config.resolve import resolved
+from fedquilt.config.toml import Settings, assign, parse_toml
 from fedquilt.errors import ConfigError, DataError, FedquiltError
 from fedquilt.names import nearest
-from fedquilt.runs.experiment import Experiment, Settings, assign, overlay, parse_toml, resolved
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.overlay import overlay
 from fedquilt.storage.files import why
 from fedquilt.studies.measures import TRAINING, measure_problems
 from fedquilt.studies.plan import at_point

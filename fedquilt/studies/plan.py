@@ -26,18 +26,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from fedquilt.config.toml import Settings, assign, parse_path, read_toml
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
-from fedquilt.runs.experiment import (
-    Experiment,
-    Settings,
-    assign,
-    assign_all,
-    overlay,
-    parse_path,
-    read_toml,
-)
-from fedquilt.runs.folder import check_folder
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.folder_files import check_folder
+from fedquilt.runs.overlay import assign_all, overlay
 from fedquilt.studies.measures import TRAINING, measure_problems
 from fedquilt.studies.statistics import check_alike
 

@@ -10,7 +10,7 @@ from typing import Any
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
 from fedquilt.round import Record
-from fedquilt.runs.experiment import assign_all
+from fedquilt.runs.overlay import assign_all
 from fedquilt.studies.execute import Display, Watch
 from fedquilt.studies.papers import FULL, Preset, Row
 from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, PlannedRun

@@ -23,7 +23,7 @@ import torch
 
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.round import Record
-from fedquilt.runs.folder import read_summary
+from fedquilt.runs.summary_file import read_summary
 from fedquilt.storage.files import why, write
 from fedquilt.studies.result import Result
 from fedquilt.version import __version__

@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedquilt.config.settings import write as plain_settings
+from fedquilt.config.toml import Settings
+from fedquilt.config.writing import write as plain_settings
 from fedquilt.errors import ConfigError, RecordError, TrainingError
-from fedquilt.runs.experiment import Experiment, Settings, defaults, read_settings
-from fedquilt.runs.folder import locked
+from fedquilt.runs.demo import defaults
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.lock import locked
+from fedquilt.runs.settings_file import read_settings
 from fedquilt.runs.summaries import figure_text
 from fedquilt.runs.trust import check_study_code, remember_code
 from fedquilt.storage.files import write_text

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from fedquilt.cli import main
 from fedquilt.cli.show import check_progress, show_findings
-from fedquilt.conformance.method import CHECKS, Finding
+from fedquilt.conformance.checks import CHECKS
+from fedquilt.conformance.method import Finding
 
 BROKEN_FILE = """
 from dataclasses import dataclass

@@ -35,7 +35,8 @@ from fedquilt.models import MODELS
 from fedquilt.round.link import CODECS
 from fedquilt.round.training.objectives import OBJECTIVES
 from fedquilt.runs.experiment import Experiment
-from fedquilt.runs.folder import load_state, read_summary
+from fedquilt.runs.saved_state import load_state
+from fedquilt.runs.summary_file import read_summary
 from fedquilt.runs.tracking import TensorBoard
 from fedquilt.studies.papers import presets
 from tests.conftest import shortened
@@ -816,7 +817,7 @@ def test_a_summary_of_another_run_is_noticed(own: Path, capsys: pytest.CaptureFi
         ),
         (
             ["--data", "mine.py:data", "--labels", "2"],
-            "mine.py:data returned data that is dealt already",
+            "mine.py:data returned data that is partitioned already",
         ),
         (
             ["absent.toml"],
@@ -1229,7 +1230,7 @@ def test_one_of_them_is_listed_with_all_one_can_set(capsys: pytest.CaptureFixtur
 def test_what_is_listed_can_be_set(name: str) -> None:
     """Setting every path that is listed to the default that is listed changes nothing."""
     from fedquilt.cli.listing import options
-    from fedquilt.runs.experiment import assign
+    from fedquilt.config.toml import assign
 
     parts = {"model": "tiny_resnet", "data": "digits"}
     settings = {"method": {"name": name}, **parts}
@@ -1251,9 +1252,9 @@ def test_what_is_listed_can_be_set(name: str) -> None:
 def test_what_is_listed_of_others_can_be_set_with_their_name(name: str) -> None:
     """`local.optimizer.beta1 (adam)` is an option of Adam, with the default that it has."""
     from fedquilt.cli.listing import options
-    from fedquilt.config.settings import label
+    from fedquilt.config.schema import label
+    from fedquilt.config.toml import assign
     from fedquilt.round.server_optimizers import Plain
-    from fedquilt.runs.experiment import assign
 
     listed = options("methods", name)
     # What belongs to the method that ProgFed trains with is set below its name, or as if it were

@@ -248,7 +248,7 @@ def test_a_terminal_gets_bars(own: Path) -> None:  # noqa: F811
         (["fedavg", "--set", "fedrolex:method.shift=2"], "there is no entry 'fedrolex'"),
         (["--resume", "absent"], "the study in absent was asked for; there is no such folder."),
         (["--resume", "absent", "--seed", "2"], "together with --seed"),
-        (["fedavg", "--target", "60"], "a target of 60 was asked for; accuracy lies in (0, 1]"),
+        (["fedavg", "--target", "60"], "a target of 60 was asked for; accuracy is in (0, 1]"),
         (["fedavg", "--seed", "1", "--seeds", "2", "3"], "--seed and --seeds were asked for"),
         (["fedavg", "--seeds", "2", "2"], "the seeds 2 2 repeat one"),
         (["fedavg", "--jobs", "0"], "--jobs 0 was asked for"),

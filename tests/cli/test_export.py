@@ -14,8 +14,8 @@ import torch
 import fedquilt as fq
 from fedquilt.cli import main
 from fedquilt.errors import ConfigError, RecordError
-from fedquilt.runs.experiment import load_run
-from fedquilt.runs.folder import read
+from fedquilt.runs.folder_files import read_records
+from fedquilt.runs.load import load_run
 from tests.cli.test_cli import OWN, QUICK, told
 from tests.unit.deploy.test_export import ONNX
 
@@ -168,7 +168,7 @@ def test_the_file_answers_as_the_run_reported(here, capsys):
     assert json.loads(Path("heterofl/summary.json").read_text())["accuracy"][
         "0.5"
     ] == pytest.approx(float(hits))
-    assert run.records == read("heterofl")
+    assert run.records == read_records("heterofl")
 
 
 def test_robustness_is_told_also_where_none_was_asked_for(here, capsys):
@@ -206,7 +206,7 @@ def test_data_that_is_gone_costs_only_what_needs_it(here, capsys):
     after = told(capsys, "export", "fedavg", "--share", "0.5", "--out", "two.safetensors")
     assert (after["norms"], after["params"]) == ("tracked", before["params"])
     with pytest.raises(
-        ConfigError, match=r"trained to round 4; its data cannot be had: .*own\.npz"
+        ConfigError, match=r"trained to round 4; its data is not available: .*own\.npz"
     ):
         load_run("fedavg").train(4)
     model, again = (
@@ -341,7 +341,7 @@ def test_mistakes(here, capsys, perceptron, make_data):
             "a.pt2",
         ],
         "it was begun by a script, and settings could not be written for all of it:\n  data: "
-        "nothing is known": [
+        "it is not known": [
             *("export", "script", "--out", "a.pt2"),
         ],
     }
@@ -366,7 +366,7 @@ def test_devices_and_pipes_are_left_alone(here, capsys):
     assert main(["export", "heterofl", "--out", "pipe", "--format", "pt2", "--force"]) == 2
     assert "a model in pipe was asked for; what is there is no file" in capsys.readouterr().err
     with pytest.raises(
-        RecordError, match=r"could not be written to pipe: what is there is no file"
+        RecordError, match=r"could not be written to pipe: the path is not a plain file"
     ):
         load_run("heterofl").customizable((1, 0.5)).save("pipe")
     assert Path("pipe").is_fifo()

@@ -11,9 +11,11 @@ import pytest
 
 import fedquilt as fq
 from fedquilt.cli import main
+from fedquilt.config.toml import assign
 from fedquilt.errors import ConfigError
 from fedquilt.methods import FedAvg, HeteroFL, ProgFed
-from fedquilt.runs.experiment import Experiment, assign, demo
+from fedquilt.runs.demo import demo
+from fedquilt.runs.experiment import Experiment
 
 OWN = """
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 import fedquilt as fq
 from fedquilt import names
 from fedquilt.cli import main
-from fedquilt.runs.folder import describe
+from fedquilt.runs.description import describe
 from fedquilt.runs.trust import trusted_file
 
 MINE = """
@@ -200,6 +200,6 @@ def test_folders_of_earlier_versions_are_explained(mine, capsys):
             "scripts." in told
         )
         assert (
-            "It goes on in Python, with the same arguments: fedquilt.run(…, out='run', resume=True)"
+            "It can be resumed in Python, with the same arguments: fedquilt.run(…, out='run', resume=True)"
             in told
         )

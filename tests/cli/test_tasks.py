@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from fedquilt.cli import main
-from fedquilt.runs.experiment import Experiment, Model, demo, load_run
+from fedquilt.runs.demo import demo
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.load import load_run
+from fedquilt.runs.model_settings import Model
 from fedquilt.tasks import METRICS, TASKS, MultiLabel, Regression
 
 QUICK = ["--rounds", "2", "--clients", "4", "--cohort", "2", "--epochs", "1"]
@@ -157,7 +160,7 @@ def test_what_does_not_fit_is_refused_before_the_first_round(
 
 def test_a_share_is_no_percentage(capsys: pytest.CaptureFixture[str]) -> None:
     error = refused(capsys, "run", "--data", "digits-labels", *QUICK, "--target", "60")
-    assert "a target of 60 was asked for; f1 lies in (0, 1]" in error
+    assert "a target of 60 was asked for; f1 is in (0, 1]" in error
 
 
 def test_rows_of_numbers_have_a_perceptron_and_images_the_demos_model() -> None:

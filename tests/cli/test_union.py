@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from fedquilt.cli import main
+from fedquilt.config.toml import assign
 from fedquilt.errors import ConfigError
-from fedquilt.runs.experiment import Experiment, assign, choose, defaults
+from fedquilt.runs.demo import defaults
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.overlay import choose
 
 OWN = """
 import torch

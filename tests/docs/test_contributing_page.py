@@ -20,8 +20,8 @@ import torch
 
 import fedquilt as fq
 from fedquilt.cli import main
+from fedquilt.methods.api import Method
 from fedquilt.names import find
-from fedquilt.round.method import Method
 from tests.conftest import shortened
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ import torch
 
 import fedquilt as fq
 from fedquilt.cli import main
-from fedquilt.round.training.server import ServerTraining
+from fedquilt.methods.api import ServerTraining
 from tests.conftest import shortened
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import fedquilt.runs.experiment  # noqa: F401  it knows the tables of names
-from fedquilt.config.settings import Problem, read
+from fedquilt.config.reading import read
+from fedquilt.config.tables import Problem
 from fedquilt.fleets.availability import Trace
 from fedquilt.fleets.budgets import FLEETS, FromCsv
 from fedquilt.fleets.fleet import Devices

@@ -16,7 +16,8 @@ import torch
 import fedquilt as fq
 import fedquilt.runs.experiment  # it knows the tables of names
 from fedquilt.cli import main
-from fedquilt.config.settings import Problem, read
+from fedquilt.config.reading import read
+from fedquilt.config.tables import Problem
 from fedquilt.methods import FedDropout, FedRolex, HeteroFL, Method, SplitMix
 from fedquilt.round.link import LINKS, ChangeSpec
 from fedquilt.round.link.coding import check_codec

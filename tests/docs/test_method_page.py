@@ -19,7 +19,8 @@ import torch.nn.functional as F
 
 import fedquilt as fq
 from fedquilt.cli import main
-from fedquilt.conformance.method import CHECKS, check_method
+from fedquilt.conformance.checks import CHECKS
+from fedquilt.conformance.method import check_method
 from fedquilt.family.cut import prefix
 from fedquilt.methods import HeteroFL, Method
 from fedquilt.names import find

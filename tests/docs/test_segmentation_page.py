@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt.cli import main
-from fedquilt.runs.experiment import load_run
+from fedquilt.runs.load import load_run
 from fedquilt.tasks import Segmentation
 from tests.conftest import shortened
 

@@ -14,7 +14,8 @@ from fedquilt.cli import RunRequest
 from fedquilt.errors import ConfigError
 from fedquilt.methods import METHODS
 from fedquilt.names import find
-from fedquilt.runs.experiment import Experiment, choose
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.overlay import choose
 from tests.conftest import LOCAL, assert_same, with_local
 
 OTHERS = sorted(set(LOCAL) - {"sequential"})

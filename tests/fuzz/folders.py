@@ -21,7 +21,7 @@ import torch
 import fedquilt as fq
 from fedquilt.cli import main
 from fedquilt.runs.checkpoint import _digest
-from fedquilt.runs.folder import read
+from fedquilt.runs.folder_files import read_records
 
 BEGUN = 3  # rounds of the folders that are damaged
 TOTAL = 5  # rounds of the run that a resumed one is compared with
@@ -381,5 +381,5 @@ def _values(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, bytes]]:
 def rounds_of(folder: Path) -> list[dict[str, Any]]:
     """Return the rounds of a run without the times that no two runs share."""
     times = ("seconds", "server_seconds")
-    plain = [record.to_dict() for record in read(folder)]
+    plain = [record.to_dict() for record in read_records(folder)]
     return [{key: value for key, value in record.items() if key not in times} for record in plain]

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedquilt.config.toml import assign, parse_assignment, parse_toml
 from fedquilt.errors import FedquiltError
-from fedquilt.runs.experiment import Experiment, assign, parse_assignment, parse_toml
+from fedquilt.runs.experiment import Experiment
 
 COUNT = 2_000
 PREPARED = 40  # of those that can be read, so many are put together whole

@@ -18,7 +18,7 @@ import pytest
 import fedquilt as fq
 from fedquilt.cli import main
 from fedquilt.errors import RecordError
-from fedquilt.runs.folder import read_summary
+from fedquilt.runs.summary_file import read_summary
 from tests.fuzz.folders import (
     BEGUN,
     RUN,

@@ -17,7 +17,7 @@ from torch import Tensor
 import fedquilt as fq
 from fedquilt.errors import FedquiltError
 from fedquilt.methods import SplitMix
-from fedquilt.runs.experiment import load_weights
+from fedquilt.runs.initial_weights import load_weights
 from fedquilt.storage.files import Blob
 from fedquilt.storage.tensor_files import TensorFile
 from tests.unit.deploy.test_export import net

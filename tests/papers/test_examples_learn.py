@@ -18,7 +18,8 @@ import pytest
 
 from fedquilt.methods import ProgFed
 from fedquilt.models import MODELS, ModelSpec, PreResNet
-from fedquilt.runs.experiment import Experiment, overlay
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.overlay import overlay
 from fedquilt.runs.run import Run
 from fedquilt.studies.papers import parsed_preset, presets, read_preset
 from tests.conftest import load_example

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import fedquilt as fq
+from fedquilt.config.toml import Settings
 from fedquilt.data import npz
 from fedquilt.errors import ConfigError
 from fedquilt.family.cut import prefix
 from fedquilt.papers.fedrescue_case_study import ProgressiveColumns
-from fedquilt.runs.experiment import Experiment, Settings, overlay
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.overlay import overlay
 from fedquilt.studies.papers import parsed_preset
 from fedquilt.studies.plan import Entry, Plan
 from fedquilt.studies.study import run_plan

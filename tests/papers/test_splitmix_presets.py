@@ -17,7 +17,8 @@ from fedquilt.data import Domains, Iid, Labels
 from fedquilt.fleets.budgets import Groups, LogNormal, Quarters, Step, Uniform
 from fedquilt.methods import METHODS, FedAvg, SplitMix
 from fedquilt.round.training.schedules import Cosine, Steps
-from fedquilt.runs.experiment import Experiment, overlay
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.overlay import overlay
 from fedquilt.studies.papers import papers, parsed_preset, read_preset
 from fedquilt.studies.reproduce import plan_of
 from fedquilt.studies.study import run_plan

@@ -80,8 +80,8 @@ def _pairs() -> fq.Family:
 
 
 def federate(method: str, out: Path, rounds: int) -> None:
-    """Twelve clients of three sizes, four a round; a checkpoint every round; memories that do not
-    all fit.
+    """Train twelve clients of three sizes, four a round, with a checkpoint every round and client
+    states that do not all fit into memory.
     """
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(1)

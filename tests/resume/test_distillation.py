@@ -1,4 +1,6 @@
-"""Runs whose server learns: stopped and resumed they end like one that was not, bit by bit."""
+"""Runs whose server trains: if they are stopped and resumed, they end bit for bit like
+uninterrupted ones.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ HOW = ServerTraining(fq.optimizers.Adam(lr=0.01), batch_size=4, steps=6, check_e
 
 @pytest.fixture
 def federate(perceptron, make_data, tmp_path):
-    """Play or resume a run of three clients a round, in a folder of its own."""
+    """Train or resume a run with three clients a round in its own folder."""
     data = make_data(perceptron, SIZES, labels=2, public=NUM_PUBLIC)
     fleet = fq.Fleet.of((1.0, 0.5), 4, 3, dynamic=True)
 
@@ -51,7 +53,7 @@ def federate(perceptron, make_data, tmp_path):
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("name", ["feddf", "dsfl", "fedet"])
-def test_a_run_stopped_after_two_rounds_ends_like_one_that_was_not(name, engine, federate):
+def test_a_run_stopped_after_two_rounds_ends_like_an_uninterrupted_one(name, engine, federate):
     whole = federate(name, "whole", ROUNDS, engine)
     federate(name, "stopped", 2, engine)
     resumed = federate(name, "stopped", ROUNDS, engine)

@@ -1,5 +1,5 @@
-"""Runs that are killed at random moments, also while a checkpoint is written, end like one that
-never was.
+"""Runs that are killed at random moments, also while a checkpoint is written, end like
+uninterrupted ones.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Terminal:
-    """A run from the command line, of clients that keep their norms."""
+    """A run from the command line, whose clients keep their norms."""
 
     rounds: int
 
@@ -80,7 +80,7 @@ def writing(out: Path) -> bool:
 
 
 def kill(command: list[str], out: Path, draw: random.Random, in_a_checkpoint: bool) -> None:
-    """Start or resume a run, and kill it some rounds later, or just when it writes a checkpoint."""
+    """Start or resume a run, and kill it some rounds later or while it writes a checkpoint."""
     begun = None if out.exists() else 0
     wanted, delay = draw.randrange(1, 4), draw.random() * 0.05
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
@@ -98,10 +98,9 @@ def kill(command: list[str], out: Path, draw: random.Random, in_a_checkpoint: bo
 
 
 def is_stopped_while_writing(process: subprocess.Popen[bytes], out: Path) -> bool:
-    """Stop a process that writes a checkpoint, and return True if the file is still half-written
-    then.
+    """Stop a process that writes a checkpoint, and return True if the file is incomplete then.
 
-    Else the process goes on, because it has finished the file before it was stopped.
+    If the file was finished before, the process continues.
     """
     if not writing(out):
         return False
@@ -126,7 +125,7 @@ def survive(run: Script | Terminal, folder: Path, kills: int, seed: int) -> None
 
 
 def untimed(record: dict[str, object]) -> dict[str, object]:
-    """Return a record without the times that no two runs share, and without the checksum, which
+    """Return a record without times, which differ between runs, and without the checksum, which
     covers them.
     """
     return {
@@ -137,7 +136,9 @@ def untimed(record: dict[str, object]) -> dict[str, object]:
 
 
 def assert_same(killed: Path, whole: Path, total: int) -> None:
-    """Bit for bit: weights, slots, memories; and the records but for the time they took."""
+    """Check that weights, slots and client states are equal bit for bit, and records up to their
+    times.
+    """
     mine, theirs = fq.load_state(killed), fq.load_state(whole)
     assert mine.round == theirs.round == total
     assert_equal(mine.weights, theirs.weights)
@@ -179,13 +180,13 @@ def assert_equal(mine, theirs) -> None:
     ],
     ids=["memories", "heterofl", "terminal"],
 )
-def test_killed_runs_end_like_one_that_was_not(run, kills, tmp_path):
+def test_killed_runs_end_like_an_uninterrupted_one(run, kills, tmp_path):
     survive(run, tmp_path, kills, seed=1)
 
 
 def test_a_run_over_a_lossy_coding_link_ends_as_if_it_had_not_been_stopped(tmp_path):
-    """What clients keep for the link (padding, error feedback, what they received) is in the
-    checkpoint.
+    """What clients keep for the link is in the checkpoint: padding, error feedback and received
+    weights.
     """
     for rounds in (1, 4, 5):
         federate("lossy", tmp_path / "stopped", rounds)
@@ -213,9 +214,7 @@ def test_a_run_weighted_by_updates_ends_as_if_it_had_not_been_stopped(tmp_path):
 
 
 def test_a_growing_run_that_is_stopped_after_every_round_ends_as_if_it_had_not_been(tmp_path):
-    """What clients keep of blocks and heads, windows and momentum is in the checkpoints of all
-    stages.
-    """
+    """Blocks, heads, windows and momentum of clients are in the checkpoints of all stages."""
     for rounds in range(1, 7):
         federate("growing", tmp_path / "stopped", rounds)
     federate("growing", tmp_path / "whole", 6)
@@ -226,7 +225,7 @@ def test_a_growing_run_that_is_stopped_after_every_round_ends_as_if_it_had_not_b
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_each_stage_ends_like_one_that_was_not(tmp_path):
+def test_a_run_killed_in_each_stage_ends_like_an_uninterrupted_one(tmp_path):
     run, out = Script("growing", 7), tmp_path / "killed"
     # rounds: in stage 1, after the warm-up of stage 2 and after that of stage 3
     for behind in (
@@ -246,5 +245,5 @@ def test_a_run_killed_in_each_stage_ends_like_one_that_was_not(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_twenty_killed_runs_end_like_one_that_was_not(method, tmp_path):
+def test_twenty_killed_runs_end_like_an_uninterrupted_one(method, tmp_path):
     survive(Script(method, 25), tmp_path, 5, seed=2)

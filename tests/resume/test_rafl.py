@@ -1,5 +1,5 @@
-"""Runs with private nets on clients: stopped and resumed they end like one that was not, bit by
-bit.
+"""Runs with private nets on clients: if they are stopped and resumed, they end bit for bit like
+uninterrupted ones.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ METHODS = {
 
 @pytest.fixture
 def federate(make_data, tmp_path):
-    """Play or resume a run of three clients a round, in a folder of its own, with memories that do
-    not all fit.
+    """Train or resume a run with three clients a round in its own folder, with client states that
+    do not all fit into memory.
     """
     family = plain_pairs()
     data = make_data(family, SIZES, labels=2)
@@ -52,7 +52,7 @@ def federate(make_data, tmp_path):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_run_stopped_after_two_rounds_ends_like_one_that_was_not(name, federate):
+def test_a_run_stopped_after_two_rounds_ends_like_an_uninterrupted_one(name, federate):
     whole = federate(name, "whole", ROUNDS)
     federate(name, "stopped", 2)
     resumed = federate(name, "stopped", ROUNDS)
@@ -87,8 +87,9 @@ def test_a_checkpoint_has_the_private_nets_of_the_clients_that_have_trained(
 
 
 def test_a_rounds_checkpoint_grows_with_the_cohort(make_data, tmp_path: Path):
-    """Three clients train in a round, of six or of thirty: what the last round wrote is about as
-    large.
+    """Three clients train in a round, of six or of thirty.
+
+    The checkpoint of a round has about the same size.
     """
     family = plain_pairs()
     sizes = []

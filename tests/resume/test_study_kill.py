@@ -1,4 +1,4 @@
-"""Studies that are killed or interrupted, with one process or several, end like one that was not."""
+"""Studies that are killed or interrupted, on one process or more, end like uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from fedquilt.cli import main
 from fedquilt.cli.study import StudyProgress
-from fedquilt.runs.folder import locked
+from fedquilt.runs.lock import locked
 from tests.unit.studies.conftest import OWN
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def rounds_in(folder: Path) -> int:
 
 
 def until(is_so: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
-    """Wait for something to happen, and fail if it does not or if the process ends before."""
+    """Wait for a condition, and fail if it does not become true or if the process ends before."""
     began = time.monotonic()
     while not is_so():
         assert process is None or process.poll() is None, "the study was over too early"

@@ -28,7 +28,7 @@ class Thing:
         ("(-inf, inf)", [-1e300, 0], [math.inf, -math.inf, math.nan]),
     ],
 )
-def test_intervals_are_open_or_closed_and_nan_lies_in_none(
+def test_intervals_are_open_or_closed_and_nan_is_in_none(
     interval: str, inside: list, beyond: list
 ) -> None:
     for value in inside:
@@ -44,7 +44,7 @@ def test_text_is_shown_with_its_quotes() -> None:
     assert outside(Thing(one="0.5"), one="(0, 1)") == {"one": told}  # type: ignore[arg-type]
 
 
-def test_every_value_of_a_sequence_is_looked_at() -> None:
+def test_every_value_of_a_sequence_is_checked() -> None:
     assert outside(Thing(many=(0.1, 3.0)), many="[0, 1]") == {
         "many": "3.0 was asked for; it must lie in [0, 1]."
     }

@@ -48,7 +48,7 @@ def test_a_name_is_an_entry_of_the_table_or_in_a_module(package: None) -> None:
         ("heterfl", "there is no method named 'heterfl'. Did you mean 'heterofl'?"),
     ],
 )
-def test_what_cannot_be_found_is_said(package: None, name: str, told: str) -> None:
+def test_missing_code_is_reported(package: None, name: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         find(METHODS, name, "method")
     assert told in str(caught.value)

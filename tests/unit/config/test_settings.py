@@ -1,4 +1,4 @@
-"""Dataclasses from plain values and back: what is read, what is refused and how that is told."""
+"""Dataclasses from plain values and back, and the errors about settings that are wrong."""
 
 from __future__ import annotations
 
@@ -10,19 +10,12 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from fedquilt.checks import within
-from fedquilt.config import settings
-from fedquilt.config.settings import (
-    UNSET,
-    Choice,
-    Problem,
-    Table,
-    comments,
-    described,
-    leaves,
-    parameters,
-    read,
-    write,
-)
+from fedquilt.config.choice import Choice
+from fedquilt.config.listing import comments, described, leaves
+from fedquilt.config.reading import read
+from fedquilt.config.schema import parameters
+from fedquilt.config.tables import TABLES, UNSET, Problem, Table
+from fedquilt.config.writing import write
 from fedquilt.errors import ConfigError
 
 
@@ -81,7 +74,7 @@ def cake(
 @dataclass(frozen=True)
 class Recipe(Choice):
     tries: int = 1
-    what: ClassVar[str] = "recipe"
+    noun: ClassVar[str] = "recipe"
 
     @classmethod
     def find(cls, name: str) -> Callable[..., Any]:
@@ -106,7 +99,7 @@ class Farm:
 
 @pytest.fixture(autouse=True)
 def animals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(settings.TABLES, Animal, Table("animal", {"bird": Bird, "fish": Fish}))
+    monkeypatch.setitem(TABLES, Animal, Table("animal", {"bird": Bird, "fish": Fish}))
 
 
 def farm(**plain: Any) -> Farm:
@@ -125,7 +118,7 @@ def wrong(kind: Any = Farm, **plain: Any) -> dict[str, str]:
 # --- reading ------------------------------------------------------------------------------------
 
 
-def test_what_is_not_given_is_the_default() -> None:
+def test_missing_values_have_their_defaults() -> None:
     assert farm() == Farm(Fish())
 
 
@@ -147,22 +140,22 @@ def test_values_are_read_by_their_hints() -> None:
     assert read_one.recipe == Recipe("cake", {"layers": 2, "fruit": ("fig",)}, tries=4)
 
 
-def test_a_name_alone_stands_for_a_table() -> None:
+def test_a_name_alone_means_a_table_with_that_name() -> None:
     assert farm(animal="bird").animal == farm(animal={"name": "bird"}).animal == Bird()
     assert farm(shape="round").shape == Round()
 
 
-def test_whole_numbers_stay_whole_where_any_number_will_do() -> None:
+def test_integers_stay_integers_if_floats_fit_too() -> None:
     assert type(farm(acres=3).acres) is int
     assert type(farm(acres=3.0).acres) is float
 
 
-def test_a_table_without_a_name_changes_what_is_there() -> None:
+def test_a_table_without_a_name_changes_fields_of_the_default() -> None:
     bird = farm(animal={"name": "bird", "nest": {"radius": 3}}).animal
     assert bird == Bird(nest=Round(3.0))
 
 
-def test_another_name_starts_from_that_ones_defaults() -> None:
+def test_another_name_starts_from_the_defaults_of_its_class() -> None:
     assert farm(animal={"name": "bird", "nest": "box_shape"}).animal == Bird(nest=BoxShape())
 
 
@@ -181,7 +174,7 @@ def test_a_preset_comes_first_and_other_keys_on_top() -> None:
     assert "Known: none." in wrong(animal={"name": "fish", "preset": "stork"})["animal.preset"]
 
 
-def test_none_is_a_word() -> None:
+def test_none_is_written_as_text() -> None:
     assert farm(animal={"name": "fish", "depth": "none"}).animal == Fish(depth=None)
     assert farm(recipe="none").recipe is None
 
@@ -215,7 +208,7 @@ def test_values_of_another_kind_are_refused(key: str, value: object, said: str) 
     assert said in text
 
 
-def test_all_problems_are_told_at_once_with_their_paths() -> None:
+def test_all_problems_are_reported_at_once_with_their_paths() -> None:
     found = wrong(
         nmae="x",
         open="yes",
@@ -251,7 +244,7 @@ def test_all_problems_are_told_at_once_with_their_paths() -> None:
     assert found["recipe.layers"] == "nothing was found; cake needs a whole number here."
 
 
-def test_values_out_of_bounds_are_told_beside_values_that_cannot_be_read() -> None:
+def test_values_out_of_bounds_are_reported_beside_values_that_cannot_be_read() -> None:
     @dataclass(frozen=True)
     class Pair:
         one: int
@@ -264,7 +257,7 @@ def test_values_out_of_bounds_are_told_beside_values_that_cannot_be_read() -> No
     assert list(wrong(Pair, other=10)) == ["one", "other"]
 
 
-def test_names_nobody_knows_get_the_nearest() -> None:
+def test_unknown_names_get_the_nearest_known_one() -> None:
     assert wrong(animal="brid") == {
         "animal.name": "there is no animal named 'brid'. Did you mean 'bird'? Known: bird, fish."
     }
@@ -278,7 +271,7 @@ def test_names_nobody_knows_get_the_nearest() -> None:
     }
 
 
-def test_what_no_file_can_hold_says_so() -> None:
+def test_values_that_files_cannot_hold_are_reported() -> None:
     found = wrong(animal="fish", recipe={"name": "cake", "layers": 1, "oven": 3})
     assert "which no file can hold" in found["recipe.oven"]
 
@@ -312,13 +305,13 @@ class Untyped(Recipe):
         Farm(Fish(), acres=1.0, recipe=None),
     ],
 )
-def test_what_is_written_reads_back_as_it_was(value: Farm) -> None:
+def test_written_values_are_read_back_unchanged(value: Farm) -> None:
     problems: list[Problem] = []
     assert read(Farm, write(value), "", problems) == value
     assert problems == []
 
 
-def test_only_what_was_chosen_by_name_has_one() -> None:
+def test_only_tables_selected_by_name_are_written_with_one() -> None:
     assert write(Farm(Bird()))["animal"] == {
         "name": "bird",
         "legs": 2,
@@ -337,7 +330,7 @@ def test_only_what_was_chosen_by_name_has_one() -> None:
     }
 
 
-def test_what_cannot_be_written_is_named() -> None:
+def test_values_that_cannot_be_written_are_named() -> None:
     @dataclass(frozen=True)
     class Odd:
         made: Any = print

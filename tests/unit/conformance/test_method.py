@@ -1,4 +1,4 @@
-"""Checks of methods: those of the package pass, and for every check some method fails it."""
+"""Checks of methods: those of the package pass, and every check fails for some method."""
 
 from __future__ import annotations
 
@@ -10,20 +10,32 @@ from typing import ClassVar
 import pytest
 import torch
 
-from fedquilt.conformance.method import CHECKS, Finding, check_method
-from fedquilt.family.cut import prefix, windows
+from fedquilt.conformance.checks import CHECKS
+from fedquilt.conformance.method import Finding, check_method
 from fedquilt.hardware.generators import random_state
 from fedquilt.methods import METHODS, FedAvg
-from fedquilt.methods.api import Phase, Weights
-from fedquilt.round.federation import World
-from fedquilt.round.fold import Fold
-from fedquilt.round.merge import Mean
-from fedquilt.round.method import Method
-from fedquilt.round.training.attacks import AdversarialTraining
-from fedquilt.round.training.learner import Learner
-from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import Wrapping
-from fedquilt.terms import Arch, Budget, Client, Job, Server, Submodel, Submodels, Update
+from fedquilt.methods.api import (
+    AdversarialTraining,
+    Arch,
+    Budget,
+    Client,
+    Fold,
+    Job,
+    Learner,
+    LocalTraining,
+    Mean,
+    Method,
+    Phase,
+    Server,
+    Submodel,
+    Submodels,
+    Update,
+    Weights,
+    World,
+    Wrapping,
+    prefix,
+    windows,
+)
 
 QUICK = ("fedbn", "fedrolex")
 
@@ -70,7 +82,7 @@ def whole_window(arch: Arch, start: int, world: World) -> Submodel:
 
 @dataclass(frozen=True)
 class TooLarge(Method):
-    """Plans the whole model for everybody."""
+    """A method that plans the whole model for every client."""
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(world.family.whole)]
@@ -78,7 +90,7 @@ class TooLarge(Method):
 
 @dataclass(frozen=True)
 class Unreproducible(Method):
-    """Draws windows from Python's global generator."""
+    """A method that draws windows from Python's global generator."""
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [whole_window(self.fit(client.budget, world), random.randrange(1000), world)]
@@ -86,7 +98,7 @@ class Unreproducible(Method):
 
 @dataclass(frozen=True)
 class NoSuchPositions(Method):
-    """Plans positions that an axis does not have."""
+    """A method that plans positions that an axis does not have."""
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         arch = self.fit(client.budget, world)
@@ -103,7 +115,7 @@ class Listed(Wrapping):
 
 @dataclass(frozen=True)
 class Unhashable(Method):
-    """Has a list in its learner."""
+    """A method with a list in its learner."""
 
     def learner(self, job: Job, world: World) -> Learner:
         base = super().learner(job, world)
@@ -112,7 +124,7 @@ class Unhashable(Method):
 
 @dataclass(frozen=True)
 class Moody(Method):
-    """Draws a learning rate that no device could draw again."""
+    """A method that draws a learning rate which no device could draw again."""
 
     def learner(self, job: Job, world: World) -> Learner:
         return replace(super().learner(job, world), lr=0.01 + 0.01 * float(torch.rand(())))
@@ -125,18 +137,20 @@ class WithoutJoin(Mean):
 
 class ForgetfulJoin(Mean):
     def join(self, other):
-        """Lose what the other one has."""
+        """Ignore the other fold."""
 
 
 class DoubledAlone(Mean):
-    """Counts clients twice that arrive one by one, and so depends on how they were trained."""
+    """A method that counts clients twice if they arrive one by one, so that results depend on the
+    engine.
+    """
 
     def add(self, update: Update) -> None:
         super().add(replace(update, times=2 if update.job.client.id % 2 else 1))
 
 
 class AllMustArrive(Mean):
-    """Expects every position that was asked for."""
+    """A method that expects every position that was asked for."""
 
     def _check(self, updates: Sequence[Update]) -> None:
         if any(sent.submodel != update.job.submodel for update in updates for sent in update.sent):
@@ -153,7 +167,7 @@ class AllMustArrive(Mean):
 
 @dataclass(frozen=True)
 class Folding(Method):
-    """A method with a fold of its own, which the subclasses name."""
+    """A method with its own fold, which subclasses name."""
 
     kind: ClassVar[type[Mean]] = Mean
 
@@ -183,8 +197,8 @@ class Trusting(Folding):
 
 @dataclass(frozen=True)
 class OwnSlotsOnly(Method):
-    """Expects that clients keep nothing but what it asked for, which a codec with feedback does not
-    keep to.
+    """A method that expects no further slots in client states, although a codec with feedback adds
+    one.
     """
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
@@ -195,7 +209,7 @@ class OwnSlotsOnly(Method):
 
 @dataclass(frozen=True)
 class CountsItself(Method):
-    """Keeps a counter outside of the server's state, which a checkpoint does not have."""
+    """A method with a counter outside of the server's state, which a checkpoint does not have."""
 
     calls: ClassVar[list[int]] = []
 
@@ -210,14 +224,14 @@ class CountsItself(Method):
 
 @dataclass(frozen=True)
 class Unwritable(Method):
-    """Has a setting that no file can hold."""
+    """A method with a setting that no file can hold."""
 
     transform: Callable[[float], float] = abs
 
 
 @dataclass(frozen=True)
 class Doubling(Method):
-    """Changes a setting whenever it is made."""
+    """A method that changes a setting whenever an instance is created."""
 
     factor: float = 1.0
 
@@ -235,7 +249,7 @@ class NeverSettled(Method):
 
 @dataclass(frozen=True)
 class Generous(Method):
-    """Deploys the whole model to everybody."""
+    """A method that deploys the whole model to every device."""
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         return (prefix(world.family.whole),)
@@ -243,7 +257,7 @@ class Generous(Method):
 
 @dataclass(frozen=True)
 class Pair(Method):
-    """Deploys two nets where one is allowed."""
+    """A method that deploys two nets where one is allowed."""
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         net = prefix(world.family.fit(budget))
@@ -252,7 +266,7 @@ class Pair(Method):
 
 @dataclass(frozen=True)
 class Changing(Method):
-    """Deploys other channels whenever it is asked."""
+    """A method that deploys other channels in every call."""
 
     calls: ClassVar[list[int]] = []
 
@@ -323,16 +337,16 @@ def test_every_check_can_fail():
 
 @pytest.mark.slow
 def test_one_mistake_fails_no_other_checks():
-    """A method that is wrong in one point passes the rest, so that a reader sees which point it is."""
+    """A method with one mistake passes all other checks, so that a reader sees which one it is."""
     others = [check for check in CHECKS if check != "join"]
     assert {one.status for one in check_method(Forgetful(), others)} == {"passed"}
 
 
-def test_without_a_run_what_needs_one_is_skipped():
+def test_checks_that_need_a_run_are_skipped_if_it_fails():
     found = {one.check: one for one in check_method(Idle(), ["run", "engines", "resume", "export"])}
     assert found.pop("run").status == "failed"
     assert {one.status for one in found.values()} == {"skipped"}
-    assert "the check 'run' says why" in found["resume"].detail
+    assert "the check 'run' has the reason" in found["resume"].detail
 
 
 def test_a_method_that_ignores_budgets_is_not_asked_to_keep_them():

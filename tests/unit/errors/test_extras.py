@@ -1,3 +1,5 @@
+"""Optional packages: messages that say how to install them."""
+
 import re
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Errors that fedquilt did not raise itself: a lack of memory, and the user's line."""
+"""Errors that fedquilt did not raise itself: a lack of memory, and the line of the user's code."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ from torch import Tensor, nn
 import fedquilt as fq
 from fedquilt.errors import NotEnoughMemoryError, TrainingError
 from fedquilt.errors.faults import enough_memory, is_out_of_memory, user_line
-from fedquilt.methods.api import Phase
+from fedquilt.methods.api import Fold, Learner, Mean, Phase, TaskLoss, View
 from fedquilt.names import said
-from fedquilt.round.fold import Fold
-from fedquilt.round.merge import Mean
-from fedquilt.round.training.learner import Learner
-from fedquilt.round.training.objectives import TaskLoss
-from fedquilt.round.training.view import View
 from tests.conftest import LOCAL
 
 HELP = "smaller batch (method.local.batch_size), fewer clients at once (engine.memory)"
@@ -50,7 +45,7 @@ def raised(action: Callable[[], object]) -> Exception:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_a_lack_of_memory_is_told_with_what_would_help(error: Exception) -> None:
+def test_a_lack_of_memory_is_reported_with_a_remedy(error: Exception) -> None:
     assert is_out_of_memory(error)
     with pytest.raises(NotEnoughMemoryError) as caught, enough_memory("tracing the model"):
         raise ValueError("something else") from error
@@ -59,7 +54,7 @@ def test_a_lack_of_memory_is_told_with_what_would_help(error: Exception) -> None
     assert "alloc_cpu.cpp" not in str(caught.value)
 
 
-def test_other_errors_stay_as_they_are() -> None:
+def test_other_errors_are_unchanged() -> None:
     unsupported = RuntimeError(
         "could not create a primitive descriptor for a convolution forward propagation primitive"
     )
@@ -81,7 +76,7 @@ class Greedy(nn.Linear):
         allocate()
 
 
-def test_memory_that_a_model_lacks_is_told_when_it_is_traced() -> None:
+def test_a_lack_of_memory_while_tracing_is_reported() -> None:
     with pytest.raises(
         NotEnoughMemoryError, match=r"while tracing the model\. An allocation of .* failed\. Less"
     ):
@@ -90,8 +85,8 @@ def test_memory_that_a_model_lacks_is_told_when_it_is_traced() -> None:
 
 @dataclass(frozen=True)
 class GreedyLoss(TaskLoss):
-    """Allocates too much for real batches, and not for the two samples that an objective is tried
-    on.
+    """A loss that allocates too much for real batches, but not for the two samples of the check
+    before a run.
     """
 
     def __call__(self, view: View) -> Tensor:
@@ -116,7 +111,7 @@ class GreedyServer(fq.methods.FedAvg):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_memory_that_training_lacks_is_told_with_the_client(
+def test_a_lack_of_memory_in_training_is_reported_with_the_client(
     perceptron, make_data, play, engine
 ) -> None:
     with pytest.raises(TrainingError) as caught:
@@ -127,8 +122,10 @@ def test_memory_that_training_lacks_is_told_with_the_client(
     assert HELP in str(caught.value)
 
 
-def test_memory_that_the_server_lacks_is_told_with_the_round(perceptron, make_data, play) -> None:
-    with pytest.raises(NotEnoughMemoryError, match="while playing round 1") as caught:
+def test_a_lack_of_memory_on_the_server_is_reported_with_the_round(
+    perceptron, make_data, play
+) -> None:
+    with pytest.raises(NotEnoughMemoryError, match="while training round 1") as caught:
         play(GreedyServer(), perceptron, make_data(perceptron, (6, 6)))
     assert HELP in str(caught.value)
     assert caught.value.run.server.round == 0

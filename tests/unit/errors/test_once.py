@@ -1,4 +1,4 @@
-"""Warnings that many members give alike are logged once by their owner."""
+"""Warnings that many members cause are logged once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from fedquilt.errors.once import Once
 
 
-def test_a_reason_is_logged_once_whatever_sizes_it_names(caplog):
+def test_reasons_that_differ_in_sizes_only_are_logged_once(caplog):
     once = Once(logging.getLogger("fedquilt.test"))
     for size in (4, 8, 16):
         once.warning(f"no rule for [{size}, 3]", "set apart: %s", f"no rule for [{size}, 3]")

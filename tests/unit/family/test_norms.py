@@ -14,7 +14,9 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.cli.options import Norms
-from fedquilt.config.settings import Problem, read, write
+from fedquilt.config.reading import read
+from fedquilt.config.tables import Problem
+from fedquilt.config.writing import write
 from fedquilt.errors import ConfigError
 from fedquilt.family.norms import (
     NORM_POLICIES,
@@ -27,7 +29,7 @@ from fedquilt.family.norms import (
 )
 from fedquilt.methods import FedAvg, FedBN, FedRolex, HeteroFL, SplitMix
 from fedquilt.runs.experiment import Experiment
-from fedquilt.runs.folder import fingerprint
+from fedquilt.runs.fingerprint import fingerprint
 from tests.conftest import LOCAL, _residual_net, assert_same, with_local
 
 PERSONAL = ["per_client", "post-own", "per_client-all"]

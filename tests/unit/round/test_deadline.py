@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.config.settings import Problem, read
+from fedquilt.config.reading import read
+from fedquilt.config.tables import Problem
 from fedquilt.errors import ConfigError
 from fedquilt.methods import FedAdam, FedAvg, FedNova, HeteroFL
 from fedquilt.round import Record

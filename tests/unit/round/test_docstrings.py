@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 import fedquilt as fq
-from fedquilt.round.method import Method
+from fedquilt.methods.api import Method
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from torch.func import grad
 from torch.utils.flop_counter import FlopCounterMode
 
 import fedquilt as fq
-from fedquilt.config.settings import read, write
+from fedquilt.config.reading import read
+from fedquilt.config.toml import assign
+from fedquilt.config.writing import write
 from fedquilt.errors import ConfigError
 from fedquilt.family.net import Pass
 from fedquilt.methods import FedAvg, HeteroFL
@@ -34,7 +36,8 @@ from fedquilt.round.training.objectives import (
     apart,
 )
 from fedquilt.round.training.view import View
-from fedquilt.runs.experiment import Experiment, assign, demo
+from fedquilt.runs.demo import demo
+from fedquilt.runs.experiment import Experiment
 from fedquilt.terms import Job
 from tests.conftest import assert_same
 

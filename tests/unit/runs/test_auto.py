@@ -1,4 +1,6 @@
-"""The engine `auto`: what was fastest in a short trial plays the run, and is written down."""
+"""The engine `auto`: the fastest engine of a short trial trains the run, and is written to the
+settings.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,15 @@ import torch
 from fedquilt.data.parts import Parts
 from fedquilt.errors import ConfigError
 from fedquilt.runs import auto as trial
-from fedquilt.runs.experiment import Experiment, Machine, demo
+from fedquilt.runs.demo import demo
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.machine import Machine
 from tests.conftest import assert_same
 
 
 @pytest.fixture
 def asked(monkeypatch) -> Experiment:
-    """A short demo on two cores, and threads put back afterwards."""
+    """Return a short demo on two cores, and restore the number of threads afterwards."""
     threads = torch.get_num_threads()
     monkeypatch.setattr(trial.os, "sched_getaffinity", lambda _pid: {0, 1}, raising=False)
     yield Experiment.of({**demo(), "engine": {"name": "auto"}, "rounds": 2})
@@ -27,15 +31,19 @@ def names(ways) -> list[tuple[str, int]]:
     return [(way.name, way.threads) for way in ways]
 
 
-def test_stacks_on_one_or_all_threads_and_processes_are_tried(asked, monkeypatch):
+def test_one_thread_all_threads_and_processes_are_tried(asked, monkeypatch):
     monkeypatch.setattr(trial.Ray, "check", lambda: None)
-    assert names(trial._ways(asked.engine)) == [("vectorized", 1), ("vectorized", 2), ("ray", 1)]
+    assert names(trial._candidates(asked.engine)) == [
+        ("vectorized", 1),
+        ("vectorized", 2),
+        ("ray", 1),
+    ]
     monkeypatch.setattr(trial.Ray, "check", lambda: (_ for _ in ()).throw(ConfigError("no ray")))
-    assert names(trial._ways(asked.engine)) == [("vectorized", 1), ("vectorized", 2)]
+    assert names(trial._candidates(asked.engine)) == [("vectorized", 1), ("vectorized", 2)]
 
 
 @pytest.mark.parametrize(("fast", "slow"), [(1, 2), (2, 1)])
-def test_the_fastest_plays_and_is_written_down(asked, monkeypatch, fast, slow):
+def test_the_fastest_engine_is_used_and_written_to_the_settings(asked, monkeypatch, fast, slow):
     seconds = {fast: 0.1, slow: 0.2}
     monkeypatch.setattr(
         trial, "_seconds", lambda experiment, short: seconds[experiment.engine.threads]
@@ -72,7 +80,7 @@ def test_processes_are_tried_for_long_runs_only(asked, monkeypatch):
     assert (found.name, found.workers, found.threads) == ("ray", 2, 1)
 
 
-def test_a_trial_plays_short_rounds_and_leaves_the_data_alone(asked):
+def test_a_trial_trains_short_rounds_and_does_not_change_the_data(asked):
     ground = asked.ground()
     before = ground.data.parts.order.clone()
     run = asked.prepare(ground)
@@ -80,7 +88,7 @@ def test_a_trial_plays_short_rounds_and_leaves_the_data_alone(asked):
     assert run.server.round == 0
 
 
-def test_a_trial_plays_the_last_round_in_which_a_model_has_grown(asked, monkeypatch):
+def test_a_trial_trains_the_last_round_in_which_a_model_is_complete(asked, monkeypatch):
     played = []
     monkeypatch.setattr(
         trial, "run_round", lambda federation, server, *rest: played.append((server.round, rest[2]))

@@ -1,5 +1,5 @@
-"""The best round on validation samples: which it is, what is kept of it, and all ways to deploy
-from it.
+"""The best round on validation samples: how it is found, what is kept of it, and how it is
+deployed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from fedquilt.round import Record
 from fedquilt.round.fold import Fold, Merged
 from fedquilt.runs.best import mean_figure
 from fedquilt.runs.checkpoint import _digest
-from fedquilt.runs.experiment import load_run
+from fedquilt.runs.damage import damage_of
+from fedquilt.runs.folder_files import read_records
+from fedquilt.runs.load import load_run
 from fedquilt.storage.tensor_files import TensorFile
 from fedquilt.terms import Server
 from tests.conftest import assert_same_grades, with_local
@@ -38,7 +40,7 @@ SELDOM = fq.Checkpointing(seconds=0)  # none but at the beginning, at the end, a
 
 @dataclass
 class ScriptedFold:
-    """A fold that forgets what clients sent: the model predicts one class, and its bias has the
+    """A fold that ignores the clients' updates: the model predicts one class, and its bias is the
     round.
     """
 
@@ -65,7 +67,7 @@ class ScriptedFold:
 
 @dataclass(frozen=True)
 class Scripted(HeteroFL):
-    """HeteroFL whose server's model is known in every round."""
+    """HeteroFL with a server's model that is known in every round."""
 
     script: tuple[int, ...] = SCRIPT
 
@@ -83,8 +85,9 @@ def family() -> fq.Family:
 
 
 def make_data() -> fq.FederatedData:
-    """Return two clients who hold back samples of the classes 0 (four) and 1 (two); the test set
-    has class 2 alone.
+    """Return two clients that hold back four samples of class 0 and two of class 1.
+
+    The test set has class 2 only.
     """
     x, y = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
     y[[0, 1, 10, 11]], y[[2, 12]] = 0, 1
@@ -106,7 +109,7 @@ def played(
 
 
 def round_of(module: nn.Module) -> int:
-    """Return the round after which a scripted model was as it is."""
+    """Return the round whose weights a scripted model has."""
     return round(float(module(torch.zeros(1, 3)).detach().max())) - 10
 
 
@@ -118,8 +121,9 @@ def round_of(module: nn.Module) -> int:
 def test_the_best_round_is_the_earliest_with_the_best_figure_on_validation_samples(
     on, engine, family
 ):
-    """By the test set, which has class 2 alone, it would be round 3, and the last of equal rounds
-    would be 4.
+    """On the test set, which has class 2 only, round 3 would be the best.
+
+    The last of equally good rounds is 4.
     """
     run = played(family, engine=engine, evaluation=fq.Evaluation(on=on))
     assert (run.best.round, run.best.value) == (BEST, pytest.approx(4 / 6))
@@ -139,8 +143,9 @@ def test_rounds_that_are_not_evaluated_are_not_the_best(family):
 
 
 def test_the_lowest_value_is_the_best_of_a_loss(family):
-    """Predictions are 11, 12, … minus the targets, which are 12 on average; a rate of 1 would be
-    the largest.
+    """Predictions are 11, 12, … minus the targets, whose mean is 12.
+
+    A learning rate of 1 would be too large.
     """
     single = fq.trace(
         lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)), torch.zeros(2, 3)
@@ -167,7 +172,7 @@ def test_the_mean_is_over_the_shares_that_devices_have():
 
 
 def test_results_on_clients_are_validated_on_their_own_samples(family):
-    """Each client has a share of its own, so that every figure is that of one client."""
+    """Each client has its own share, so that every figure is that of one client."""
     data = replace(
         make_data(), validation_parts=Parts.of([torch.tensor([0, 1]), torch.tensor([2, 12])])
     )
@@ -182,11 +187,11 @@ def test_results_on_clients_are_validated_on_their_own_samples(family):
     assert run.records[-1].grades.validation != run.records[-1].grades.accuracy
 
 
-def test_records_tell_the_figures_and_are_read_again(family, tmp_path):
+def test_records_have_the_validation_figures_and_are_read_back(family, tmp_path):
     run = played(family, 2, out=tmp_path / "run")
     line = json.loads((tmp_path / "run" / "rounds.jsonl").read_text().splitlines()[1])
     assert line["validation"] == pytest.approx({"1.0": 4 / 6, "0.5": 4 / 6})
-    (read,) = (record for record in fq.runs.folder.read(tmp_path / "run") if record.round == 2)
+    (read,) = (record for record in read_records(tmp_path / "run") if record.round == 2)
     assert read.grades == run.records[1].grades
     assert "validation" not in played(family, 1, evaluation=fq.Evaluation(best=False)).history[0]
     assert Record.from_dict(run.history[1]).grades.validation == run.records[1].grades.validation
@@ -223,11 +228,10 @@ def normed() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("kept", ["held", "on disk"])
-def test_a_client_gets_what_it_had_in_the_best_round(kept, tmp_path):
-    """FedBN's result lives on clients, whose memories move on in the rounds behind the best one.
+def test_a_client_gets_its_state_of_the_best_round(kept, tmp_path):
+    """FedBN's result is kept by clients, whose states change in the rounds after the best one.
 
-    Samples of clients are relabelled, so that training makes validation worse and the first round
-    is the best.
+    Samples are relabelled, so that training makes validation worse and the first round is the best.
     """
     family, data = fq.trace(normed, torch.zeros(2, 3)), make_data()
     targets = torch.full_like(data.targets, 2)
@@ -241,9 +245,7 @@ def test_a_client_gets_what_it_had_in_the_best_round(kept, tmp_path):
     assert not torch.equal(mine[1].running_mean, run.deploy(client=1)[1].running_mean)
 
 
-def test_memories_on_disk_alone_are_not_kept_and_an_error_only_where_they_are_needed(
-    tmp_path, caplog
-):
+def test_client_states_on_disk_are_not_kept_and_raise_an_error_only_when_needed(tmp_path, caplog):
     run = played(fq.trace(normed, torch.zeros(2, 3)), 1, FedBN())
     memory = run.server.memory
     assert dict(memory.snapshot()) == dict(memory)
@@ -254,16 +256,17 @@ def test_memories_on_disk_alone_are_not_kept_and_an_error_only_where_they_are_ne
     run.train(2)
     run.best = replace(run.best, round=1, server=state)
     assert run.at("best").server.round == 1
-    with pytest.raises(RecordError, match=r"remembered in an earlier round.*not kept.*out=DIR"):
+    with pytest.raises(RecordError, match=r"client states of an earlier round.*not kept.*out=DIR"):
         run.deploy(client=0, round="best")
     run.save(tmp_path / "run")
     assert (
-        "The state of round 1, the best one, is not saved: what clients remembered" in caplog.text
+        "The state of round 1, the best one, is not saved: client states of an earlier"
+        in caplog.text
     )
     assert "best" not in json.loads((tmp_path / "run" / "summary.json").read_text())
 
 
-def test_a_round_of_which_there_is_a_checkpoint_can_be_deployed(family, tmp_path):
+def test_a_round_with_a_checkpoint_can_be_deployed(family, tmp_path):
     run = played(family, out=tmp_path / "run", checkpoint=fq.Checkpointing(rounds=1, keep=3))
     assert [round_of(run.deploy(round=number)) for number in (2, 3, 4, 5)] == [2, 3, 4, 5]
     with pytest.raises(
@@ -298,7 +301,7 @@ def test_one_state_more_is_kept_however_often_the_best_changes(family, tmp_path)
 
 @pytest.mark.parametrize("stopped", [1, 2, 3, 4])
 def test_a_resumed_run_ends_with_the_same_best_round(stopped, family, tmp_path):
-    """The folder is copied as it is after a round, as a kill would leave it, and the copy goes on."""
+    """The folder is copied after a round, as a kill would leave it, and the copy is resumed."""
     out, copy = tmp_path / "run", tmp_path / "copy"
 
     def watch(record: Record) -> None:
@@ -333,7 +336,7 @@ def test_a_run_without_a_folder_is_saved_with_its_best_round(family, tmp_path):
     assert fq.load_state(tmp_path / "three").round == 5
 
 
-def test_training_on_without_the_folder_keeps_a_better_round_in_memory(family, tmp_path):
+def test_further_training_without_the_folder_keeps_a_better_round_in_memory(family, tmp_path):
     run = played(family, 1, out=tmp_path / "run").train(3)
     assert (run.best.round, run.best.folder) == (BEST, None)
     assert round_of(run.deploy(round="best")) == BEST
@@ -350,7 +353,7 @@ def test_a_damaged_best_state_is_named(family, tmp_path):
         run.deploy(round="best")
     assert round_of(run.deploy()) == 5
     file.with_suffix(".json").unlink()
-    assert "checkpoint 00000002: it is gone" in fq.runs.folder.damage_of(tmp_path / "run")
+    assert "checkpoint 00000002: it is gone" in damage_of(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -379,13 +382,13 @@ def test_a_manifest_with_a_best_round_that_no_run_wrote_is_damaged(best, family,
 # --- what cannot be had -------------------------------------------------------------------------
 
 
-def test_what_is_missing_is_said_with_what_would_work(family, tmp_path):
+def test_missing_states_are_reported_with_those_that_exist(family, tmp_path):
     plain = played(family, data=replace(make_data(), validation_parts=None))
     with pytest.raises(
         ConfigError,
-        match=r'round="best" was asked for, that of the best accuracy on validation samples; clients of data hold '
-        r"back none\. data\.with_validation\(0\.1\) in Python.*Without them round 5 can be "
-        r"deployed",
+        match=r'round="best" was asked for, that of the best accuracy on validation samples; '
+        r"clients of data hold back none\. data\.with_validation\(0\.1\) in Python.*Without them "
+        r"round 5 can be deployed",
     ):
         plain.deploy(round="best")
     with pytest.raises(
@@ -478,7 +481,7 @@ def mine_net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def test_the_command_says_what_is_missing(own, capsys):
+def test_the_command_reports_missing_validation_samples(own, capsys):
     assert main(["run", *TRAINED, "--out", "run"]) == 0
     assert main(["export", "run", "--round", "best", "--out", "a.safetensors"]) == 2
     assert "data.validation = 0.1 in a file" in " ".join(capsys.readouterr().err.split())

@@ -1,255 +1,25 @@
-"""ClientStates that spill, files that are whole, checkpoints that are found again or found out."""
+"""Checkpoints: written, read back, and damaged."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 
-from fedquilt.axes import Index, Positions
 from fedquilt.errors import ConfigError, RecordError
-from fedquilt.runs import client_states as memory
+from fedquilt.runs import client_states
 from fedquilt.runs.checkpoint import Checkpointing, Checkpoints, Manifest, _digest
-from fedquilt.runs.client_states import ClientStates, decode, encode
-from fedquilt.storage import files
-from fedquilt.terms import Arch, ClientState, Server, Submodel
-
-CPU = torch.device("cpu")
-INDEX = Index({"c1": Positions(((5, 8), (0, 2))), "class": Positions.prefix(3)})
-
-
-def remembered(value: float, size: int = 8, scope: str = "") -> ClientState:
-    submodel = Submodel(Arch((("c1", 5), ("class", 3))), INDEX, scope)
-    return ClientState(
-        submodel,
-        {"fc.weight": torch.full((size,), float(value))},
-        {"momentum": {"fc.weight": torch.ones(2)}},
-        7,
-    )
-
-
-def value_of(one: ClientState) -> float:
-    return float(one.weights["fc.weight"][0])
-
-
-def same(one: ClientState, other: ClientState) -> bool:
-    def equal(mine, theirs):
-        return list(mine) == list(theirs) and all(
-            mine[n].dtype == theirs[n].dtype and torch.equal(mine[n], theirs[n]) for n in mine
-        )
-
-    slots = list(one.slots) == list(other.slots) and all(
-        equal(one.slots[s], other.slots[s]) for s in one.slots
-    )
-    return (
-        (one.submodel, one.steps) == (other.submodel, other.steps)
-        and equal(one.weights, other.weights)
-        and slots
-    )
-
-
-# --- files --------------------------------------------------------------------------------------
-
-
-def test_a_memory_is_the_same_after_bytes():
-    generator = torch.Generator().manual_seed(0)
-    odd = {
-        "z.bias": torch.randn(3, generator=generator).bfloat16(),
-        "a.mask": torch.tensor([True, False, True]),
-        "b.scalar": torch.tensor(1 / 3, dtype=torch.float64),
-        "c.empty": torch.zeros(0, 4),
-        "d.count": torch.tensor([2**40, -1]),
-        "e.strided": torch.randn(4, 6, generator=generator).t(),
-    }
-    one = ClientState(
-        Submodel(Arch((("c1", 5),), "depth"), INDEX, "base3/"),
-        odd,
-        {"mean": {}, "square": dict(odd)},
-        12,
-    )
-    again = decode(bytearray(b"".join(bytes(chunk) for chunk in encode(one).chunks())), CPU)
-    assert same(one, again)
-    assert encode(one).size == sum(len(chunk) for chunk in encode(one).chunks())
-    assert all(
-        t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes
-        for t in again.weights.values()
-    )
-
-
-def test_what_is_written_is_a_safetensors_file(tmp_path):
-    tensors = {
-        "b": torch.randn(3, 2),
-        "a": torch.arange(4),
-        "half": torch.ones(5, dtype=torch.float16),
-    }
-    files.write(tmp_path / "x.safetensors", files.Blob.of(tensors, {"round": 3}).chunks())
-    found = load_file(tmp_path / "x.safetensors")
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
-    with safe_open(tmp_path / "x.safetensors", "pt") as file:
-        assert json.loads(file.metadata()["fedquilt"]) == {"round": 3}
-
-
-def test_a_dtype_the_format_does_not_have_is_named():
-    with pytest.raises(
-        RecordError, match=r"phase is torch\.complex128, which safetensors cannot hold"
-    ):
-        files.Blob.of({"phase": torch.zeros(1, dtype=torch.complex128)}, None)
-
-
-def test_settled_tensors_hold_on_to_nothing_larger():
-    stack = torch.randn(100, 4, 3)
-    one = files.settled({"w": stack[7].t()})["w"]
-    assert torch.equal(one, stack[7].t())
-    assert one.is_contiguous()
-    assert one.untyped_storage().nbytes() == one.nbytes
-    # no copy where none is needed
-    assert files.settled({"w": one})["w"].data_ptr() == one.data_ptr()
-
-
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
-    files.write(tmp_path / "x", [b"old"])
-
-    def chunks():
-        yield b"new"
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(OSError, match="No space left"):
-        files.write(tmp_path / "x", chunks())
-    assert (tmp_path / "x").read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["x"]
-
-
-def test_files_are_on_disk_before_they_get_their_name(tmp_path, monkeypatch):
-    """The order that makes a write atomic: the file's fsync, the rename, the folder's fsync."""
-    calls = []
-    fsync, rename = os.fsync, Path.replace
-
-    def synced(handle):
-        calls.append("folder" if os.path.isdir(f"/proc/self/fd/{handle}") else "file")
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(
-        Path, "replace", lambda self, to: (calls.append("rename"), rename(self, to))[1]
-    )
-    files.write(tmp_path / "x", [b"1"])
-    assert calls == ["file", "rename", "folder"]
-
-
-# --- memories -----------------------------------------------------------------------------------
-
-
-def small(limit: int = 0, **options) -> ClientStates:
-    return ClientStates(limit, **options)
-
-
-def test_a_mapping_in_order_of_clients_wherever_they_are(tmp_path):
-    kept = small(spill_in=tmp_path)
-    assert not kept
-    for client in (5, 1, 3):
-        kept[client, ""] = remembered(client)
-    kept[1, "base1/"] = remembered(9)
-    assert list(kept) == [(1, ""), (1, "base1/"), (3, ""), (5, "")]
-    assert len(kept) == 4
-    assert (3, "") in kept
-    assert (4, "") not in kept
-    assert kept.get((4, "")) is None
-    assert [value_of(kept[key]) for key in kept] == [1, 9, 3, 5]
-    assert len(kept._held) == 1  # one at a time fits
-    del kept[3, ""]
-    assert (3, "") not in kept
-    assert len(kept) == 3
-    with pytest.raises(KeyError):
-        kept[3, ""]
-    with pytest.raises(KeyError):
-        del kept[3, ""]
-
-
-def test_the_least_recently_used_leave_first():
-    size = memory._size(remembered(0))
-    kept = small(3 * size)
-    for client in range(3):
-        kept[client, ""] = remembered(client)
-    kept[0, ""]
-    kept[3, ""] = remembered(3)
-    assert value_of(kept[2, ""]) == 2  # the look-up makes room
-    assert set(kept._held) == {(0, ""), (3, ""), (2, "")}
-    assert kept.bytes == 3 * size <= kept.limit
-    assert same(kept[1, ""], remembered(1))
-
-
-def test_a_spilled_memory_that_changes_is_the_changed_one():
-    kept = small()
-    kept[0, ""], kept[1, ""] = remembered(1), remembered(2)
-    assert value_of(kept[1, ""]) == 2
-    assert set(kept._held) == {(1, "")}
-    kept[0, ""] = remembered(3)
-    assert value_of(kept[1, ""]) == 2
-    assert value_of(kept[0, ""]) == 3
-
-
-def test_a_spill_does_not_grow_with_the_history(monkeypatch):
-    monkeypatch.setattr(memory, "_SLACK", 10_000)
-    kept = small()
-    for turn in range(300):
-        kept[turn % 4, ""] = remembered(turn)
-        kept.get((9, ""))  # makes room
-    assert [value_of(kept[client, ""]) for client in range(4)] == [296, 297, 298, 299]
-    spill = kept._spill
-    assert spill._end <= 2 * spill.live + 10_000 + 2_000
-    assert os.fstat(spill._file.fileno()).st_size <= spill._end
-
-
-def test_ten_thousand_clients_with_caches_do_not_fill_memory(tmp_path):
-    """Each keeps 100 kB; the bound is 20 MB, and the whole would be a gigabyte."""
-    script = f"""
-import resource, torch
-from pathlib import Path
+from fedquilt.runs.client_state_logs import encode
 from fedquilt.runs.client_states import ClientStates
-from tests.unit.runs.test_checkpoint import remembered, value_of
-kept = ClientStates(20 << 20, spill_in=Path({str(tmp_path)!r}))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-for client in range(10_000):
-    kept[client, ""] = remembered(client, 25_000)
-    kept.get((0, "")) if client % 10 == 0 else None
-assert len(kept) == 10_000
-assert [value_of(kept[client, ""]) for client in (0, 17, 9_999, 5_000)] == [0, 17, 9_999, 5_000]
-assert kept.bytes <= 20 << 20
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
-"""
-    found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert int(found.stdout) < 120  # MiB
-    assert not os.listdir(tmp_path)  # a spill has no name, so that no kill leaves one
-
-
-def test_a_disk_too_full_to_spill_is_named_and_loses_nothing(tmp_path, monkeypatch):
-    def full(self):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    kept = small(spill_in=tmp_path)
-    kept[0, ""], kept[1, ""] = remembered(1), remembered(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(memory.Spill, "_new", full)
-        with pytest.raises(
-            RecordError, match=rf"cannot be kept in {tmp_path}: No space left .* raise the bound"
-        ):
-            kept[1, ""]
-    assert (value_of(kept[0, ""]), value_of(kept[1, ""])) == (1, 2)
-
-
-# --- checkpoints --------------------------------------------------------------------------------
+from fedquilt.storage import files
+from fedquilt.terms import Server
+from tests.unit.runs.states import CPU, remembered, same, small, value_of
 
 
 def server(round: int, kept: ClientStates, value: float | None = None) -> Server:
@@ -266,7 +36,7 @@ def keys_of(path: Path) -> set[str]:
         return set(file.keys())
 
 
-def test_a_checkpoint_is_found_again(tmp_path):
+def test_a_checkpoint_is_read_back(tmp_path):
     kept = small(1 << 20)
     kept[3, ""], kept[4, "base1/"] = remembered(3), remembered(4, scope="base1/")
     Checkpoints(tmp_path / "c").save(server(5, kept), {"hello": [1]})
@@ -277,12 +47,12 @@ def test_a_checkpoint_is_found_again(tmp_path):
     assert torch.equal(found.slots["momentum"]["fc.weight"], torch.full((4,), -5.0))
     assert found.memory is again
     assert list(again) == [(3, ""), (4, "base1/")]
-    assert not again._held  # read when asked for
+    assert not again._in_memory  # read when asked for
     assert same(again[4, "base1/"], kept[4, "base1/"])
     assert Checkpoints(tmp_path / "nothing").load(again, CPU) is None
 
 
-def test_only_changed_memories_are_written(tmp_path):
+def test_only_changed_client_states_are_written(tmp_path):
     kept, checkpoints = small(1 << 20), Checkpoints(tmp_path)
     for client in range(50):
         kept[client, ""] = remembered(client)
@@ -302,10 +72,12 @@ def test_only_changed_memories_are_written(tmp_path):
 
 @pytest.mark.parametrize("large", [3_000, 1 << 20], ids=["full packs", "growing packs"])
 @pytest.mark.parametrize("limit", [0, 1 << 20], ids=["spilling", "held"])
-def test_any_history_is_found_again_and_what_is_outdated_goes(limit, large, tmp_path, monkeypatch):
-    """Random sets, deletions and checkpoints against a plain dictionary."""
+def test_any_history_is_read_back_and_outdated_packs_are_removed(
+    limit, large, tmp_path, monkeypatch
+):
+    """Compare random changes, deletions and checkpoints with a plain dictionary."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # slow, and nobody pulls the plug here
-    monkeypatch.setattr(memory, "LARGE", large)
+    monkeypatch.setattr(client_states, "FULL_PACK_BYTES", large)
     draw = np.random.default_rng(3)
     kept, checkpoints, plain = small(limit, spill_in=tmp_path), Checkpoints(tmp_path / "c"), {}
     for round in range(1, 120):
@@ -339,8 +111,8 @@ def test_any_history_is_found_again_and_what_is_outdated_goes(limit, large, tmp_
 def test_what_a_checkpoint_writes_does_not_grow_with_the_clients_or_the_history(
     tmp_path, monkeypatch
 ):
-    """A hundred checkpoints of ten changed clients each, of 100 clients and of 1,000: the same
-    bytes but for log.
+    """A hundred checkpoints with ten changed clients each write the same bytes for 100 and 1,000
+    clients, up to a logarithm.
     """
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
@@ -367,12 +139,12 @@ def test_what_a_checkpoint_writes_does_not_grow_with_the_clients_or_the_history(
 def test_no_checkpoint_writes_much_more_than_changed_even_when_everything_is_outdated_at_once(
     tmp_path, monkeypatch
 ):
-    """A thousand clients saved at once, then ten a round at random: their packs turn half outdated
-    together.
+    """A thousand clients are saved at once, then ten random ones a round, so that all packs become
+    half outdated together.
     """
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     one = encode(remembered(0, 250)).size
-    monkeypatch.setattr(memory, "LARGE", 20 * one)
+    monkeypatch.setattr(client_states, "FULL_PACK_BYTES", 20 * one)
     draw, kept, checkpoints = np.random.default_rng(0), ClientStates(), Checkpoints(tmp_path)
     for client in range(1000):
         kept[client, ""] = remembered(client, 250)
@@ -436,7 +208,7 @@ def test_a_damaged_file_is_noticed_and_the_previous_checkpoint_used(kind, harm, 
     assert {value_of(again[key]) for key in again} == {1.0}
     if harm is not Path.unlink or kind != "{:08}.json":  # without a manifest it is not a checkpoint
         assert "Checkpoint 00000002: " in caplog.text
-        assert "Going on from round 1 instead" in caplog.text
+        assert "Resuming from round 1 instead" in caplog.text
     # and going on from there, the damaged one is replaced
     again[0, ""] = remembered(2)
     resumed = Checkpoints(tmp_path)
@@ -499,7 +271,7 @@ def test_a_manifest_cannot_name_a_file_outside_of_its_folder(tmp_path, name, cap
 
 
 @pytest.mark.parametrize("text", [100_000 * "[", 100_000 * '{"a":', "[]", "3", "", "\x00"])
-def test_a_manifest_that_is_none_is_named_and_the_one_before_used(tmp_path, text, caplog):
+def test_a_malformed_manifest_is_named_and_the_previous_one_is_used(tmp_path, text, caplog):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(server(1, small()), {})
     (tmp_path / "99999999.json").write_text(text)
@@ -552,7 +324,7 @@ def test_a_pack_that_lists_other_sizes_than_it_has_is_passed_over(tmp_path, capl
     assert "its tensors need 1,000,000,000,000,000 bytes of data, and the file has 0" in caplog.text
 
 
-def test_a_memory_that_is_none_names_the_client(tmp_path):
+def test_a_malformed_client_state_names_the_client(tmp_path):
     kept, checkpoints = small(1 << 20), Checkpoints(tmp_path)
     kept[7, ""] = remembered(1)
     checkpoints.save(server(1, kept), {})
@@ -561,14 +333,15 @@ def test_a_memory_that_is_none_names_the_client(tmp_path):
     altered(tmp_path / "00000001.json", memory=[vars(written)])
     again = small()
     Checkpoints(tmp_path).load(again, CPU)
-    with pytest.raises(RecordError, match="the memory of client 7 on disk is not what was written"):
+    with pytest.raises(RecordError, match="the state of client 7 on disk is not what was written"):
         again[7, ""]
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(part, tmp_path, monkeypatch):
-    """The disk is full at the memories, at the weights, at the manifest; with room again, nothing
-    was lost.
+def test_a_checkpoint_that_cannot_be_written_leaves_the_previous_one(part, tmp_path, monkeypatch):
+    """The disk is full at the client states, the weights or the manifest.
+
+    When there is space again, nothing was lost.
     """
     kept, checkpoints = small(spill_in=tmp_path), Checkpoints(tmp_path / "c")
     kept[0, ""], kept[1, ""] = remembered(1), remembered(1)
@@ -598,7 +371,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(part, tmp_pat
     assert value_of(again[0, ""]) == 2
 
 
-def test_memories_saved_into_a_second_folder_are_all_there(tmp_path):
+def test_all_client_states_are_saved_into_a_second_folder(tmp_path):
     kept = small(1 << 20)
     one, two = Checkpoints(tmp_path / "1"), Checkpoints(tmp_path / "2")
     for round, checkpoints in enumerate((one, two, one), 1):
@@ -610,7 +383,7 @@ def test_memories_saved_into_a_second_folder_are_all_there(tmp_path):
         assert [value_of(again[key]) for key in again] == list(range(1, rounds + 1))
 
 
-def test_when_a_checkpoint_is_due():
+def test_checkpoints_are_due_by_rounds_or_seconds():
     assert not Checkpointing().due(1000, 59, 0)
     assert Checkpointing().due(1, 60, 0)
     assert not Checkpointing().due(1, 60, 10)  # it took ten seconds: not before 200

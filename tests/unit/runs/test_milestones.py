@@ -1,4 +1,4 @@
-"""Rounds, bytes and seconds to an accuracy, worked out by hand."""
+"""Rounds, bytes and seconds until an accuracy was reached, worked out by hand."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ RECORDS = [
 
 
 def test_a_target_is_reached_in_the_first_evaluated_round_that_has_it():
-    """All that was sent until then counts, in rounds nobody looked at too; what comes later does
-    not.
+    """All bytes until then count, also those of rounds that were not evaluated.
+
+    Later ones do not.
     """
     assert reached(RECORDS, 0.6) == Milestone(round=4, bytes=440, macs=4, seconds=2.0)
     assert reached(RECORDS, 0.55, share=1) == Milestone(4, 440, 4, 2.0)
@@ -46,7 +47,7 @@ def test_a_target_is_reached_in_the_first_evaluated_round_that_has_it():
 
 
 def test_a_link_with_a_clock_has_its_own_seconds():
-    """What counts there is the slowest client of each round, not how fast the simulation was."""
+    """The slowest client of each round counts, and not the speed of the simulation."""
     timed = [replace(one, link_seconds=10.0 * one.round) for one in RECORDS]
     assert reached(timed, 0.6) == Milestone(4, 440, macs=4, seconds=2.0, link_seconds=100.0)
     assert reached(RECORDS, 0.6).link_seconds is None
@@ -75,14 +76,14 @@ def test_nothing_is_reached_before_anything_was_evaluated():
         ),
     ],
 )
-def test_what_can_never_be_reached_is_refused(asked, said):
+def test_impossible_milestones_are_refused(asked, said):
     with pytest.raises(ConfigError, match=said):
         reached(RECORDS, **asked)
 
 
 @pytest.mark.parametrize("target", [0, -0.1, 60, float("nan")])
-def test_a_rate_lies_between_0_and_1(target):
-    said = rf"a target of {target:g} was asked for; accuracy lies in \(0, 1\]: for 60 % say 0.6."
+def test_the_target_of_a_rate_is_between_0_and_1(target):
+    said = rf"a target of {target:g} was asked for; accuracy is in \(0, 1\]: for 60 %, ask for 0.6."
     with pytest.raises(ConfigError, match=said):
         check_target(target, "accuracy", is_rate=True)
 
@@ -93,7 +94,7 @@ def test_other_figures_have_any_finite_target():
         check_target(float("inf"), "rmse")
 
 
-def test_where_lower_is_better_a_target_is_an_upper_bound():
+def test_if_lower_is_better_a_target_is_an_upper_bound():
     falling = [
         replace(
             record(number),
@@ -106,7 +107,7 @@ def test_where_lower_is_better_a_target_is_an_upper_bound():
     assert reached(falling, 0.3, metric="r2").round == 2
 
 
-def test_a_run_knows_what_it_reached(perceptron, play, make_data):
+def test_a_run_returns_its_milestones(perceptron, play, make_data):
     run = play(FedAvg(), perceptron, make_data(perceptron, (5, 6)), evaluation=fq.Evaluation())
     best = max(record.grades.accuracy["1.0"] for record in run.records)
     found = run.reached(best)

@@ -29,14 +29,14 @@ SHARES = (1.0, 0.5, 0.25)
 
 
 def with_domains(data: fq.FederatedData) -> fq.FederatedData:
-    """The first client is of one domain, the others of another."""
+    """Return data in which the first client has one domain, and the others have another."""
     homes = torch.ones(len(data.targets), dtype=torch.int64)
     homes[data.parts[0]] = 0
     return replace(data, domains=homes, domain_names=("near", "far"))
 
 
 @pytest.mark.parametrize("name", CUTTING)
-def test_every_method_tells_what_its_clients_got(name, residual, make_data, play):
+def test_every_method_has_results_by_client(name, residual, make_data, play):
     # A model that grows does so later.
     method = with_local(METHODS[name](), batch_size=4).settled(8)
     run = play(method, residual, make_data(residual, (8,) * 3), SHARES, rounds=1)
@@ -53,8 +53,8 @@ def test_every_method_tells_what_its_clients_got(name, residual, make_data, play
     assert found.to_dict()["spread"]["macs"]["mean"] > 0
 
 
-def test_accuracy_is_told_of_a_clients_own_size_and_of_the_whole_model(residual, make_data, play):
-    """A device cannot use the whole model: beside its share stands what it gets of it."""
+def test_accuracy_is_that_of_a_clients_own_size_and_of_the_whole_model(residual, make_data, play):
+    """A device cannot use the whole model, so that the accuracy of its own size is listed too."""
     data = make_data(residual, (8,) * 3, tests=60)
     run = play(with_local(HeteroFL(), batch_size=4), residual, data, SHARES)
     found = run.per_client()
@@ -80,7 +80,7 @@ def test_a_spread_is_the_mean_and_the_deviation_of_all():
     assert PerClient(tuple(devices), {}).spread("params") == (2.0, 1.0)
 
 
-def test_what_clients_do_not_have_is_refused_with_what_they_have(residual, make_data, play):
+def test_unknown_clients_groups_and_numbers_are_refused(residual, make_data, play):
     run = play(FedAvg(), residual, make_data(residual, (8,) * 3), rounds=1)
     for wrong in (99, 3, -1, "a", 1.5):
         with pytest.raises(
@@ -117,13 +117,13 @@ def test_sorted_base_nets_are_tested_in_their_order(residual, make_data, play):
         )
 
 
-def test_who_is_how_far_in_the_cycle_counts(residual, make_data, play):
+def test_positions_in_the_cycle_are_taken_into_account(residual, make_data, play):
     """Two clients of one round take two base nets of four, one after the other."""
     run = play(SplitMix(base=0.25), residual, make_data(residual, (8, 8)), (0.25,), rounds=1)
     assert run.per_client().trained == {"": 0.5}
 
 
-def test_costs_are_those_of_what_a_client_trains(residual, make_data, play):
+def test_costs_are_those_of_the_trained_sub_model(residual, make_data, play):
     """Figure 5: multiply-adds of a batch, and parameters of a round. Split-Mix's are a fraction of
     HeteroFL's.
     """
@@ -148,8 +148,8 @@ def test_costs_are_those_of_what_a_client_trains(residual, make_data, play):
 
 @pytest.mark.parametrize("norm", ["batch", "tracked", "per_client"])
 @pytest.mark.parametrize("name", CUTTING)
-def test_parameters_are_told_as_bytes_are_counted(name, norm, residual, make_data, play):
-    """Whatever a method sends and no more: norm statistics, rows of classes, several uploads,
+def test_parameters_are_counted_as_bytes_are(name, norm, residual, make_data, play):
+    """Everything that a method sends counts: norm statistics, rows of classes, several uploads and
     copies.
     """
     if norm == "per_client" and issubclass(METHODS[name], Prototypes):
@@ -162,9 +162,10 @@ def test_parameters_are_told_as_bytes_are_counted(name, norm, residual, make_dat
     assert sum(device.params for device in devices) * 8 == record.bytes_down + record.bytes_up
 
 
-def test_what_each_domain_trained(residual, make_data, play):
-    """Figure 6: where devices are poor HeteroFL never trains the rest, a rolling window and base
-    nets come round.
+def test_shares_of_parameters_that_each_domain_trained(residual, make_data, play):
+    """Figure 6: with small devices only, HeteroFL never trains the remaining weights.
+
+    A rolling window and base nets reach all of them.
     """
     data = with_domains(make_data(residual, (8, 8, 8)))
     shares = (1.0, 0.25, 0.25)
@@ -186,9 +187,11 @@ def test_what_each_domain_trained(residual, make_data, play):
 
 @pytest.mark.parametrize("name", ["fedavg", "sheterofl", "splitmix"])
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_what_a_link_lost_was_not_trained(name, rounds, perceptron, make_data, play):
-    """With weight decay all that arrives has moved, and nothing else has: the weights themselves
-    are the truth.
+def test_updates_that_a_link_lost_do_not_count_as_trained(
+    name, rounds, perceptron, make_data, play
+):
+    """With weight decay, exactly the weights that arrived have changed, so that they can be
+    counted.
     """
     method = {
         "fedavg": FedAvg(),
@@ -206,9 +209,7 @@ def test_what_a_link_lost_was_not_trained(name, rounds, perceptron, make_data, p
 
 
 def test_rows_of_classes_that_a_client_lacks_count_over_every_link(residual, make_data, play):
-    """A link on which nothing gets lost in this run, though it might, tells what a perfect one
-    does.
-    """
+    """A lossy link that loses nothing in this run gives the numbers of a perfect one."""
     method, data = (
         with_local(HeteroFL(), batch_size=4, masked="client"),
         make_data(residual, (8,), labels=2),
@@ -219,7 +220,7 @@ def test_rows_of_classes_that_a_client_lacks_count_over_every_link(residual, mak
 
 @dataclass(frozen=True)
 class Stated(FedAvg):
-    """Plans by an extra and a slot of the server."""
+    """A method whose plans depend on an extra and a slot of the server."""
 
     def init(self, world):
         server = super().init(world)
@@ -236,7 +237,7 @@ def test_plans_see_the_state_of_their_method(residual, make_data, play):
 
 
 @pytest.mark.parametrize(("rounds", "blocks"), [(1, 1), (2, 2), (3, 3)])
-def test_of_a_growing_model_the_weights_of_its_stages_are_trained(rounds, blocks, make_data, play):
+def test_weights_of_the_stages_of_a_growing_model_count_as_trained(rounds, blocks, make_data, play):
     method = with_local(ProgFed(stage_rounds=1, rounds=4), batch_size=4)
     run = play(method, growing(), make_data(growing(), (8,)), (1.0,), rounds=rounds)
     sizes = {name: run.server.weights[name].numel() for name in growing().trainable}
@@ -246,14 +247,14 @@ def test_of_a_growing_model_the_weights_of_its_stages_are_trained(rounds, blocks
 
 
 def test_classes_are_not_counted_where_they_do_not_matter(residual, make_data, play, monkeypatch):
-    """Going through the targets of every client of every round takes long."""
+    """Counting the targets of every client in every round would take long."""
     link = fq.Link(loss=fq.links.ColumnLoss(0.0, 1e-12))
     run = play(with_local(FedAvg(), batch_size=4), residual, make_data(residual, (8,)), link=link)
     monkeypatch.setattr(per_client, "classes_held", None)
     assert per_client.ever_trained(run) == {"": 1.0}
 
 
-def test_what_never_travels_is_not_lost(residual, make_data, play):
+def test_weights_that_are_never_sent_are_not_lost(residual, make_data, play):
     link = fq.Link(loss=fq.links.ColumnLoss(1.0))
     data, whole = make_data(residual, (8, 8)), {"": 1.0}
     assert (
@@ -265,7 +266,7 @@ def test_what_never_travels_is_not_lost(residual, make_data, play):
     ).per_client().trained == {"": 0.0}
 
 
-def test_domains_are_told_by_name_or_not_at_all(residual, make_data, play):
+def test_domains_have_names_or_are_left_out(residual, make_data, play):
     data = make_data(residual, (8, 8))
     run = play(with_local(FedAvg(), batch_size=4), residual, data, rounds=1)
     assert {device.domain for device in run.per_client().devices} == {""}
@@ -277,7 +278,7 @@ def test_domains_are_told_by_name_or_not_at_all(residual, make_data, play):
     assert [device.domain for device in run.per_client().devices] == ["0", "1"]
 
 
-def test_a_client_is_of_the_domain_that_most_of_its_samples_have(residual, make_data, play):
+def test_a_clients_domain_is_that_of_most_of_its_samples(residual, make_data, play):
     data = make_data(residual, (8,))
     homes = torch.zeros(len(data.targets), dtype=torch.int64)
     homes[data.parts[0][:2]] = 1

@@ -1,5 +1,6 @@
-"""What a machine can hold and how fast it trains. Times differ from machine to machine; nothing
-here asserts one.
+"""The memory and the training speed of a machine.
+
+Times differ between machines, so that no test asserts one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ BRIEF = 0.02  # seconds
 
 
 @pytest.mark.parametrize("family", ["perceptron", "residual", "language"], indirect=True)
-def test_a_probe_trains_and_proposes_what_follows_from_what_it_measured(family):
+def test_a_proposed_budget_follows_from_the_measurements(family):
     target = Target(samples=100, epoch_seconds=1e6, memory=0.25, batch_size=4)
     found = probe(family, target=target, seconds=BRIEF)
     assert found.samples_per_second > 0
@@ -46,8 +47,8 @@ def test_a_member_is_named_by_a_share_that_gives_it(residual, share):
 def test_a_probe_as_plain_values(perceptron):
     plain = json.loads(json.dumps(probe(perceptron, seconds=BRIEF).to_dict()))
     assert set(plain) == {
-        "device", "precision", "cores", "memory", "target", "measured", "samples_per_second", "macs_per_second",
-        "budget", "member",
+        "device", "precision", "cores", "memory", "target", "measured", "samples_per_second",
+        "macs_per_second", "budget", "member",
     }  # fmt: skip
     assert set(plain["budget"]) == {"macs", "memory"}
     assert set(plain["member"]) == set(plain["measured"]) == {"share", "params", "macs", "memory"}
@@ -71,14 +72,14 @@ def test_a_probe_trains_in_the_precision_asked_for(residual, precision):
     )
 
 
-def test_a_probe_leaves_the_global_random_state_and_the_model_alone(perceptron):
+def test_a_probe_changes_neither_the_global_random_state_nor_the_model(perceptron):
     state, weights = torch.random.get_rng_state(), perceptron.init(0)
     probe(perceptron, seconds=BRIEF)
     assert torch.equal(torch.random.get_rng_state(), state)
     torch.testing.assert_close(perceptron.init(0), weights, rtol=0, atol=0)
 
 
-def test_a_target_no_member_meets_says_how_fast_the_machine_is(perceptron):
+def test_the_error_of_an_impossible_target_has_the_speed_of_the_machine(perceptron):
     with pytest.raises(
         BudgetError,
         match=r"500 samples in 1e-12 s were asked .* multiply-adds a second. no member fits",
@@ -134,7 +135,7 @@ def test_this_machine_has_memory():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused():
+def test_a_missing_gpu_is_refused():
     with pytest.raises(ConfigError, match="cuda was to be measured; torch sees no GPU here"):
         free_memory("cuda")
 

@@ -1,4 +1,4 @@
-"""Runs of scripts as settings: what can be written down, and the reason where something cannot."""
+"""Settings of runs that scripts started, and reasons if a part cannot be written."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fedquilt.fleets.budgets import net_budgets
 from fedquilt.models import MLP
 from fedquilt.runs.checkpoint import Checkpointing
 from fedquilt.runs.experiment import Experiment
-from fedquilt.runs.folder import fingerprint
-from fedquilt.runs.recipe import described, settings_of
+from fedquilt.runs.fingerprint import fingerprint
+from fedquilt.runs.recipe import config_text, settings_of
 from fedquilt.runs.tracking import TensorBoard
 
 
@@ -34,7 +34,7 @@ def net(hidden: int = 6, num_classes: int = 10) -> nn.Module:
 
 @fq.data.source
 def samples(count: int = 40, classes: int = 3) -> fq.data.Pool:
-    """Images that a function of this file makes."""
+    """Return images that a function of this file creates."""
     x = torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     return fq.data.Pool.of(
         (x, torch.arange(count) % classes), (x[:9], torch.arange(9) % classes), name="own"
@@ -42,7 +42,7 @@ def samples(count: int = 40, classes: int = 3) -> fq.data.Pool:
 
 
 class Net(nn.Module):
-    """A class with two ways to make it."""
+    """A class with two ways to create an instance."""
 
     def __init__(self, hidden: int = 4) -> None:
         super().__init__()
@@ -70,7 +70,9 @@ def data() -> fq.FederatedData:
 
 @pytest.fixture
 def prepared(data):
-    """Return a function that prepares a run of these parts, and of usual ones where none is given."""
+    """Return a function that prepares a run of these parts, with defaults for those that are left
+    out.
+    """
 
     def prepare(
         method=fq.methods.FedAvg(), factory=net, data=data, fleet=None, **options
@@ -82,7 +84,7 @@ def prepared(data):
 
 
 def reason(run: fq.Run, part: str, rounds: int = 3) -> str:
-    """Return why a part cannot be written. It is the only one."""
+    """Return why a part cannot be written, after checking that it is the only one."""
     _, missing = settings_of(run, rounds)
     (line,) = missing
     assert line.startswith(f"{part}: ")
@@ -90,8 +92,8 @@ def reason(run: fq.Run, part: str, rounds: int = 3) -> str:
 
 
 def check_equal(run: fq.Run, **options) -> dict:
-    """Check that settings make the same run again, and return them."""
-    text = described(run, 3, **options)
+    """Check that settings give the same run again, and return them."""
+    text = config_text(run, 3, **options)
     plain = tomllib.loads(text)
     assert "python" not in plain, plain
     again = Experiment.of(plain).prepare()
@@ -226,7 +228,7 @@ def test_an_example_of_another_size_and_trackers_are_written(prepared):
     assert [tracker["name"] for tracker in plain["trackers"]] == ["tensorboard"]
 
 
-def test_a_run_of_settings_is_written_as_they_were():
+def test_a_run_from_settings_is_written_with_these_settings():
     experiment = Experiment.of(
         {
             "method": "fedavg",
@@ -235,7 +237,7 @@ def test_a_run_of_settings_is_written_as_they_were():
             "fleet": {"clients": 4},
         }
     )
-    plain = tomllib.loads(described(experiment.prepare(), 2))
+    plain = tomllib.loads(config_text(experiment.prepare(), 2))
     assert (plain["model"]["hidden"], plain["rounds"], plain["data"]["partition"]["name"]) == (
         [4],
         2,
@@ -247,7 +249,7 @@ def test_a_run_of_settings_is_written_as_they_were():
 
 
 def local_net() -> nn.Module:
-    """Return a function that no name stands for."""
+    """Return a function that cannot be found by a name."""
 
     def inner() -> nn.Module:
         return net()
@@ -275,17 +277,17 @@ def test_models_without_a_name_are_named(prepared, factory, why):
 
 def test_without_a_writer_of_toml_the_reason_is_its_package(prepared, monkeypatch):
     monkeypatch.setitem(sys.modules, "tomli_w", None)
-    (line,) = tomllib.loads(described(prepared(), 3))["python"]["missing"]
+    (line,) = tomllib.loads(config_text(prepared(), 3))["python"]["missing"]
     assert "pip install 'fedquilt[cli]'" in line
 
 
 @fq.data.source
-def dealt_samples() -> fq.FederatedData:
+def partitioned_samples() -> fq.FederatedData:
     return samples().partition(4, fq.data.Quantity())
 
 
-def test_data_that_a_function_dealt_is_not_dealt_again(prepared):
-    data = dealt_samples()
+def test_data_that_a_function_partitioned_is_not_partitioned_again(prepared):
+    data = partitioned_samples()
     assert "partition" not in check_equal(prepared(factory=partial(net, 3, 3), data=data))["data"]
     assert data.partition(4).origin is None
     assert samples().partition(2).partition(4).origin.num_clients == 4
@@ -295,12 +297,12 @@ def test_data_of_unknown_origin_is_named(prepared, data):
     changed = replace(data, test_targets=data.test_targets.flip(0))
     assert "@fq.data.source above it" in reason(prepared(data=changed), "data")
     few = fq.Fleet.of((1.0,), 3, 2)
-    assert "dealt to 4 clients, and the fleet has 3" in reason(prepared(fleet=few), "data")
+    assert "partitioned among 4 clients, and the fleet has 3" in reason(prepared(fleet=few), "data")
 
 
-def test_other_parts_that_no_file_holds_are_named(prepared, data):
+def test_other_parts_that_files_cannot_hold_are_named(prepared, data):
     class Engine(Vectorized):
-        """An engine of the user's own."""
+        """An engine of the user."""
 
     fleet = fq.Fleet.of((1.0, 0.5), 4, 2)
     assert "put together from its fields" in reason(
@@ -310,7 +312,7 @@ def test_other_parts_that_no_file_holds_are_named(prepared, data):
     assert "0 rounds were asked for" in reason(prepared(), "rounds", rounds=0)
     grown = prepared(fq.methods.ProgFed(stages=("1", "2"), rounds=4).settled(4))
     assert settings_of(grown, 3)[1] == []
-    text = described(prepared(fleet=replace(fleet, cohort=1)), 3)
+    text = config_text(prepared(fleet=replace(fleet, cohort=1)), 3)
     table = tomllib.loads(text)["python"]
     assert table["rounds"] == 3
     assert table["missing"] == [reason(prepared(fleet=replace(fleet, cohort=1)), "fleet")]
@@ -320,8 +322,8 @@ def untyped(hidden=None) -> nn.Module:
     return net(hidden or 6)
 
 
-def test_arguments_that_no_file_holds_are_named(prepared):
-    """Without a type hint, None would come back as text."""
+def test_arguments_that_files_cannot_hold_are_named(prepared):
+    """Without a type hint, None would be read back as text."""
     assert "untyped(hidden='None'): a file cannot hold this value" in reason(
         prepared(factory=partial(untyped, None)), "model"
     )
@@ -343,7 +345,8 @@ def net():
 
 def go():
     data = fq.data.digits().partition(4)
-    run = fq.prepare(fq.methods.FedAvg(), fq.trace(net, data.example), data, fq.Fleet.of((1.0,), 4, 2))
+    family, fleet = fq.trace(net, data.example), fq.Fleet.of((1.0,), 4, 2)
+    run = fq.prepare(fq.methods.FedAvg(), family, data, fleet)
     return settings_of(run, 3)
 
 {guard}
@@ -353,7 +356,7 @@ def go():
 
 @pytest.mark.parametrize("guard", ["if True:", 'if __name__ == "__main__":'])
 def test_a_script_that_would_run_again_is_named(tmp_path, guard):
-    """Importing a script runs its top level, and with it the training, unless that is under the
+    """Importing a script runs its top level and therefore the training, unless that is under the
     usual guard.
     """
     script = tmp_path / "script.py"
@@ -365,7 +368,7 @@ def test_a_script_that_would_run_again_is_named(tmp_path, guard):
     else:
         (line,) = missing
         assert line.startswith(
-            f"model: {script}:net is in the file that starts this run in line 15"
+            f"model: {script}:net is in the file that starts this run in line 16"
         )
         assert 'Put the run under `if __name__ == "__main__":`' in line
 

@@ -1,4 +1,4 @@
-"""The log of a run: lines that are chained by checksums, and what is left of a log that is damaged."""
+"""The log of a run: lines that are chained by checksums, and the intact lines of a damaged log."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rounds(lines: list[bytes]) -> list[int]:
     return [one.round for one in roundlog.parse(b"".join(lines)).records]
 
 
-def test_a_line_has_the_keys_of_a_record_and_a_check_at_the_end() -> None:
+def test_a_line_has_the_keys_of_a_record_and_a_checksum_at_the_end() -> None:
     first, second = written(2)
     plain = json.loads(second)
     assert list(plain) == [*record(2).to_dict(), "check"]
@@ -41,14 +41,14 @@ def test_a_line_has_the_keys_of_a_record_and_a_check_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("unchecked", [0, 2, 4])
-def test_a_log_is_read_back_also_if_an_earlier_version_began_it(unchecked: int) -> None:
+def test_a_log_that_an_earlier_version_began_is_read_back(unchecked: int) -> None:
     lines = written(4, unchecked)
     log = roundlog.parse(b"".join(lines))
     assert log.records == [record(number) for number in range(1, 5)]
     assert (log.damage, log.missing(4), log.content) == ((), [], b"".join(lines))
 
 
-def test_a_flipped_bit_costs_its_own_line_alone() -> None:
+def test_a_flipped_bit_damages_its_line_only() -> None:
     lines = written(3)
     for place in range(len(lines[1]) - 1):
         for bit in range(8):

@@ -29,7 +29,7 @@ SUMMARY = {
 }
 
 
-def test_a_summary_says_which_metric_is_the_main_one():
+def test_a_summary_names_the_main_metric():
     assert (main_of(SUMMARY), in_percent(SUMMARY)) == ("rmse", False)
     assert (main_of({}), in_percent({})) == ("accuracy", True)
 

@@ -1,5 +1,5 @@
-"""Trackers, read back with the tools' own readers: every round once, also after a resume; failures
-cost no run.
+"""Trackers, read back with the readers of their tools: every round once, also after a resume, and
+failures do not stop a run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 import fedquilt as fq
 from fedquilt.cli import main
-from fedquilt.config.settings import write
+from fedquilt.config.writing import write
 from fedquilt.errors import ConfigError
 from fedquilt.round import Grades, Record
 from fedquilt.runs.experiment import Experiment
@@ -45,13 +45,13 @@ ROUND = {"loss", "seconds", "clients", "bytes_down", "bytes_up", "macs"}
 
 
 class StopError(Exception):
-    """The process dies."""
+    """An error that ends the process."""
 
 
 @pytest.fixture
 def train(perceptron, make_data, tmp_path):
-    """Four rounds in a folder, a checkpoint every second, evaluated at 2 and 4; `stop` is the last
-    that is told.
+    """Train four rounds in a folder, with a checkpoint every second round and evaluation at 2 and
+    4. `stop` is the last round that is logged.
     """
     data = make_data(perceptron, (6, 5))
 
@@ -80,7 +80,10 @@ def train(perceptron, make_data, tmp_path):
 
 
 def killed_and_resumed(train, tracking: Tracking, tmp_path: Path, pause: float = 0) -> fq.Run:
-    """Dead after round 3, whose state was not saved: the run goes on from 2, and plays 3 again."""
+    """Stop a run after round 3, whose state was not saved.
+
+    It is resumed from round 2 and trains round 3 again.
+    """
     with pytest.raises(StopError):
         train(tracking, stop=3)
     folder = tmp_path / "run" / "checkpoint"
@@ -93,7 +96,7 @@ def killed_and_resumed(train, tracking: Tracking, tmp_path: Path, pause: float =
 # --- values -------------------------------------------------------------------------------------
 
 
-def test_a_record_is_numbers_by_name():
+def test_a_record_is_logged_as_numbers_by_name():
     accuracy = {"1.0": 0.5, "0.5": float("nan")}
     grades = Grades("accuracy", {"accuracy": accuracy, "local_accuracy": {"1.0": 0.25}})
     record = Record(3, 0.5, 2, 10, 20, 30, None, grades=grades)
@@ -174,7 +177,7 @@ def test_tensorboard_without_a_folder_of_the_run(train, tmp_path, monkeypatch):
     assert [event.step for event in events(own).Scalars("loss")] == [1]
 
 
-def test_mlflow_is_told_of_domains_by_names_it_takes():
+def test_names_of_domains_are_converted_for_mlflow():
     pytest.importorskip("mlflow.entities")
     grades = Grades(
         "accuracy", {"accuracy": {"1.0": 0.5}, "accuracy/rotated (30°), left": {"1.0": 0.25}}
@@ -220,8 +223,8 @@ def test_wandb_offline_has_every_round(train, tmp_path):
     assert config["method.local.optimizer.lr"] == run.method.local.optimizer.lr
 
 
-def test_wandb_offline_goes_on_in_another_folder_of_the_same_run(train, tmp_path):
-    """So says the page: the round that was played twice is in both."""
+def test_wandb_offline_continues_in_another_folder_of_the_same_run(train, tmp_path):
+    """As the page on tracking states, the round that was trained twice is in both folders."""
     pytest.importorskip("wandb")
     # folders are named by the second
     killed_and_resumed(train, WandB(mode="offline"), tmp_path, pause=1.1)
@@ -235,22 +238,22 @@ def test_wandb_offline_goes_on_in_another_folder_of_the_same_run(train, tmp_path
     assert steps == [[1, 2, 3], [3, 4]]
 
 
-def test_wandb_is_not_told_again_what_it_knows():
-    """Online a run that goes on says which step comes next; a list stands in for the site."""
-    told: list[int] = []
+def test_wandb_gets_no_round_twice():
+    """Online, a resumed run has the number of its next step. A list replaces the site."""
+    steps: list[int] = []
 
     class Site:
         def log(self, row: Mapping[str, float], step: int, commit: bool) -> None:
-            told.append(step)
+            steps.append(step)
 
     tracker = _WandB(Site(), first=4)
     for round in (3, 4, 5):
         tracker.log(Record(round, 0.5, 2, 10, 20, 30, 1.0))
-    assert told == [4, 5]
+    assert steps == [4, 5]
 
 
 def logged(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What an offline file holds: the rows of its history, and the configuration."""
+    """Return the rows of an offline file's history, and its configuration."""
     from wandb.proto.wandb_internal_pb2 import Record as Entry
 
     history, config = [], {}
@@ -270,8 +273,8 @@ def logged(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def entries(log: bytes) -> Iterator[bytes]:
-    """LevelDB's log format behind seven bytes of wandb's: pieces of (checksum, length, kind) in
-    blocks of 32 KiB.
+    """Yield the entries of a file in LevelDB's log format, which follows seven bytes of wandb's:
+    pieces of (checksum, length, kind) in blocks of 32 KiB.
     """
     place, held = 7, b""
     while place + 7 <= len(log):
@@ -291,16 +294,16 @@ def entries(log: bytes) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Frail(Tracking):
-    """Fails when it is told of a round."""
+    """A tracker that fails when it logs a round."""
 
     fails: int = 2
 
     def open(self, about: About) -> Tracker:
-        return Told(self.fails)
+        return Collecting(self.fails)
 
 
-class Told:
-    """What a tracker was told."""
+class Collecting:
+    """A tracker that collects the rounds it was called with."""
 
     all: ClassVar[list[Any]] = []
 
@@ -312,36 +315,36 @@ class Told:
             raise OSError("no space left")
         self.all.append(record.round)
 
-    def finish(self, summary: Mapping[str, Any], whole: bool) -> None:
-        self.all.append((summary["rounds"], whole))
+    def finish(self, summary: Mapping[str, Any], is_complete: bool) -> None:
+        self.all.append((summary["rounds"], is_complete))
 
 
 @pytest.fixture(autouse=True)
-def _nothing_told():
-    Told.all.clear()
+def _clear_collected():
+    Collecting.all.clear()
 
 
-def test_a_tracker_that_fails_is_told_of_once_and_costs_no_run(train, caplog):
+def test_a_failing_tracker_gives_one_warning_and_the_run_continues(train, caplog):
     with caplog.at_level(logging.WARNING, "fedquilt"):
         run = train(Frail(fails=2), Frail(fails=0))
     assert run.server.round == 4
-    assert Told.all == [1, 1, 2, 3, 4, (4, True)]  # the other one goes on
+    assert Collecting.all == [1, 1, 2, 3, 4, (4, True)]  # The other tracker continues.
     (line,) = caplog.messages
     assert line.startswith(
-        "Tracking with Frail failed in round 2, and the run goes on without it. OSError: no space "
-        "left"
+        "Tracking with Frail failed in round 2, and the run continues without it. OSError: no "
+        "space left"
     )
     assert "test_tracking.py:" in line  # The place in the user's own code.
 
 
-def test_a_run_that_is_stopped_says_so(train):
+def test_a_stopped_run_is_tracked_as_stopped(train):
     with pytest.raises(StopError):
         train(Frail(fails=0), stop=3)
-    assert Told.all == [1, 2, 3, (3, False)]
+    assert Collecting.all == [1, 2, 3, (3, False)]
 
 
 @pytest.mark.parametrize(("name", "kind"), TRACKERS.items())
-def test_a_missing_package_is_told_before_anything_is_done(
+def test_a_missing_package_is_reported_before_anything_is_done(
     name, kind, train, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(kind, "package", "nowhere_to_be_found")
@@ -353,7 +356,7 @@ def test_a_missing_package_is_told_before_anything_is_done(
     assert not (tmp_path / "run").exists()
 
 
-def test_what_cannot_be_opened_is_told_before_the_first_round(train, tmp_path):
+def test_a_tracker_that_cannot_be_opened_is_reported_before_the_first_round(train, tmp_path):
     pytest.importorskip("tensorboard")
     (tmp_path / "taken").write_text("")
     with pytest.raises(
@@ -361,7 +364,7 @@ def test_what_cannot_be_opened_is_told_before_the_first_round(train, tmp_path):
         match=r"tracking with TensorBoard was asked for; it could not be opened\. \w+Error",
     ):
         train(Frail(fails=0), TensorBoard(dir=str(tmp_path / "taken")))
-    assert Told.all == [(0, False)]  # what had been opened is closed
+    assert Collecting.all == [(0, False)]  # what had been opened is closed
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -382,7 +385,7 @@ def test_methods_that_are_compared_are_tracked_side_by_side(tmp_path, monkeypatc
         )
 
 
-def test_a_resumed_run_is_tracked_on(tmp_path, monkeypatch):
+def test_a_resumed_run_continues_its_tracking(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     monkeypatch.chdir(tmp_path)
     quick = ["--rounds", "1", "--clients", "4", "--cohort", "1", "--epochs", "1"]

@@ -1,4 +1,4 @@
-"""The list of trusted code: what is found in settings, how it is compared, and damaged lists."""
+"""The list of trusted code: code in settings, comparison with the list, and damaged lists."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def test_a_file_that_changed_is_not_trusted(own: Path) -> None:
 
 
 def test_another_name_in_a_trusted_file_is_not_trusted(own: Path) -> None:
-    """A folder could otherwise call what a trusted file imports, such as `subprocess.run`."""
+    """Without this, a folder could call anything that a trusted file imports, such as
+    `subprocess.run`.
+    """
     remember_code([SETTINGS])
     with pytest.raises(ConfigError, match=r"mine\.py:run is not in your list"):
         check({"model": {"name": "mine.py:run", "args": "harmful"}})
@@ -127,14 +129,14 @@ def test_functions_of_the_standard_library_are_not_trusted(own: Path) -> None:
 
 
 def test_a_module_that_cannot_be_found_is_not_trusted(own: Path) -> None:
-    """Importing it would import the package above it first."""
+    """Importing it would first import the package above it."""
     settings = {"model": "json.nowhere:net"}
     for trust in (False, True):
         with pytest.raises(ConfigError, match=r"json\.nowhere:net: this module has no file"):
             check(settings, trust)
 
 
-def test_what_names_no_code_is_not_asked_about(own: Path) -> None:
+def test_settings_without_code_need_no_trust(own: Path) -> None:
     check(
         {
             "data": "hub:owner/name",
@@ -150,7 +152,7 @@ def test_files_are_found_at_any_depth(own: Path) -> None:
     assert [code.name for code in named_code(plain)] == ["one", "two"]
 
 
-def test_a_file_beside_records_is_a_runs(tmp_path: Path) -> None:
+def test_a_file_beside_records_belongs_to_a_run(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("")
     assert not is_recorded(file)

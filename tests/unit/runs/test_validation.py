@@ -16,8 +16,10 @@ import fedquilt as fq
 from fedquilt.cli import main
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.methods import METHODS, FedAvg, HeteroFL
-from fedquilt.runs.experiment import Experiment, Source, load_run
-from fedquilt.runs.folder import fingerprint
+from fedquilt.runs.data_settings import Source
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.fingerprint import fingerprint
+from fedquilt.runs.load import load_run
 from tests.conftest import assert_same, with_local
 
 ON_VALIDATION = fq.Evaluation(every=0, on="validation")
@@ -83,7 +85,7 @@ def test_accuracy_is_that_on_the_pooled_validation_samples(residual, make_data, 
 
 @pytest.mark.parametrize("name", ["fedavg", "local", "splitmix"])
 def test_nothing_of_the_test_set_is_seen_and_training_is_unchanged(name, residual, make_data, play):
-    """A test set that is not even finite leaves every number as it is."""
+    """A test set that is not even finite changes no number."""
     data = make_data(residual, (8, 6, 9)).with_validation(0.3)
     spoiled = replace(data, test_inputs=torch.full_like(data.test_inputs, torch.nan))
     method = with_local(METHODS[name](), batch_size=4)
@@ -100,8 +102,8 @@ def test_nothing_of_the_test_set_is_seen_and_training_is_unchanged(name, residua
 
 
 def test_clients_do_not_train_on_what_they_hold_back(residual, make_data, play):
-    """Also norms are not measured on it, and the weight of a client is that of the samples it
-    trains on.
+    """Norms are not measured on these samples either, and they do not count for the weight of a
+    client.
     """
     data = make_data(residual, (8, 6, 9)).with_validation(0.3)
     inputs = data.inputs.clone()
@@ -139,7 +141,7 @@ def test_an_engine_keeps_validation_samples_it_has(residual, make_data):
 # --- as settings --------------------------------------------------------------------------------
 
 
-def test_settings_hold_back_samples_of_what_was_dealt(own):
+def test_settings_hold_back_samples_of_partitioned_data(own):
     data, _ = Source("mine.py:pool", validation=0.2).federate(6, 0)
     assert data.parts.sizes.tolist() == [8] * 6
     assert data.validation_parts.sizes.tolist() == [2] * 6
@@ -172,7 +174,7 @@ def test_one_ground_serves_runs_on_both_sets(own):
     assert runs[0].metrics == runs[2].metrics != runs[1].metrics
 
 
-def test_wrong_settings_are_told(own):
+def test_wrong_settings_are_reported(own):
     with pytest.raises(
         ConfigError, match=r"data\.validation: 1\.5 was asked for; it must lie in \[0, 1\)"
     ):
@@ -203,15 +205,13 @@ def test_the_resolved_file_is_read_back_and_older_files_are_on_the_test_set(own)
 # --- folders ------------------------------------------------------------------------------------
 
 
-def test_a_run_cannot_go_on_with_other_samples(residual, make_data, play, tmp_path):
+def test_a_run_cannot_be_resumed_with_other_samples(residual, make_data, play, tmp_path):
     data, out = make_data(residual, (8, 6)).with_validation(0.3), tmp_path / "run"
     method = with_local(FedAvg(), batch_size=4)
     how = fq.Evaluation(on="validation")
     whole = play(method, residual, data, rounds=2, evaluation=how)
     play(method, residual, data, rounds=1, evaluation=how, out=out)
-    with pytest.raises(
-        ConfigError, match="evaluated_on: validation there, nothing of the kind here"
-    ):
+    with pytest.raises(ConfigError, match="evaluated_on: validation there, nothing here"):
         play(method, residual, data, rounds=2, out=out, resume=True)
     other = make_data(residual, (8, 6)).with_validation(0.5)
     with pytest.raises(ConfigError, match=r"data\.validation_parts"):
@@ -222,7 +222,7 @@ def test_a_run_cannot_go_on_with_other_samples(residual, make_data, play, tmp_pa
 
 
 def test_a_run_on_the_test_set_is_identified_as_before(residual, make_data, play):
-    """Checkpoints of earlier versions say nothing of validation samples, and can be resumed."""
+    """Checkpoints of earlier versions have nothing about validation samples, and can be resumed."""
     run = play(FedAvg(), residual, make_data(residual, (8, 6)), rounds=1)
     added = {
         name: value
@@ -236,7 +236,7 @@ def test_a_run_on_the_test_set_is_identified_as_before(residual, make_data, play
 
 @pytest.mark.parametrize("has_data", [True, False])
 def test_commands_work_on_a_folder(has_data, own, capsys):
-    """`run`, `clients` and `export`, and a run whose data is gone."""
+    """Try `run`, `clients` and `export`, also without the data of the run."""
     flags = [
         "--set",
         "data.validation=0.2",

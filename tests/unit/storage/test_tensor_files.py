@@ -1,4 +1,4 @@
-"""The strict reader of safetensors files: what contradicts itself is refused before memory is
+"""The strict reader of safetensors files: contradictory files are refused before memory is
 allocated.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.runs.checkpoint import Checkpoints, Manifest
 from fedquilt.runs.client_states import ClientStates
-from fedquilt.runs.experiment import load_weights
+from fedquilt.runs.initial_weights import load_weights
 from fedquilt.storage.files import Blob, write
 from fedquilt.storage.tensor_files import DTYPES, TensorFile, check_finite, too_large
 from fedquilt.terms import Server
@@ -29,7 +29,7 @@ def blob(blob: Blob) -> bytes:
 
 
 def file_of(header: Any, data: bytes = bytes(8)) -> bytes:
-    """A file with any header, as JSON or as bytes."""
+    """Return a file with any header, as JSON or as bytes."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
@@ -155,7 +155,7 @@ def test_a_sealed_file_notices_every_changed_byte():
         TensorFile.of(blob(Blob.of({"a": torch.ones(1)}, {})), "x").tensors(CPU, sealed=True)
 
 
-def test_what_is_no_file_is_refused(tmp_path):
+def test_paths_that_are_not_files_are_refused(tmp_path):
     for path, message in (
         (tmp_path, "no regular file"),
         (tmp_path / "no", "No such file"),

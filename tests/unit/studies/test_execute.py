@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedquilt.config.toml import assign
 from fedquilt.errors import ConfigError, DivergenceError, FedquiltError, RecordError, TrainingError
-from fedquilt.runs.experiment import Experiment, assign, demo
-from fedquilt.runs.folder import locked
+from fedquilt.runs.demo import demo
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.lock import locked
 from fedquilt.studies import workers
 from fedquilt.studies.execute import Grounds, execute, finished, torch_settings_restored
 from fedquilt.studies.plan import Entry, Plan, PlannedRun

@@ -267,7 +267,7 @@ def test_summaries_of_early_versions_name_no_task(study):
 def test_an_unknown_baseline_and_an_impossible_target(study):
     with pytest.raises(ConfigError, match=r"the baseline 'c' was asked for\. Known: a, b"):
         comparison(study, baseline="c")
-    with pytest.raises(ConfigError, match="a target of 60 was asked for; accuracy lies in"):
+    with pytest.raises(ConfigError, match="a target of 60 was asked for; accuracy is in"):
         comparison(study, target=60)
 
 

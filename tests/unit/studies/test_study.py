@@ -12,7 +12,7 @@ import pytest
 import fedquilt as fq
 from fedquilt.errors import ConfigError, RecordError, TrainingError
 from fedquilt.runs.experiment import Experiment
-from fedquilt.runs.folder import locked
+from fedquilt.runs.lock import locked
 from fedquilt.studies import study as module
 from fedquilt.studies.plan import STUDY_FILE, Entry, Plan
 from fedquilt.studies.study import Study, run_plan, study

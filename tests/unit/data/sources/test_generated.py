@@ -7,10 +7,11 @@ import hashlib
 import pytest
 import torch
 
+from fedquilt.config.resolve import resolved
 from fedquilt.data import DATA, Domains, Pool, source
 from fedquilt.data.sources import generated
 from fedquilt.errors import ConfigError
-from fedquilt.runs.experiment import Source, resolved
+from fedquilt.runs.data_settings import Source
 
 
 def test_images_of_a_seed_are_always_the_same():

@@ -1,0 +1,154 @@
+"""Files of a run's folder, read without a lock: records, number of rounds, checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedquilt.errors import RecordError
+from fedquilt.round import Record
+from fedquilt.runs.about import is_round
+from fedquilt.runs.checkpoint import Checkpoints, Manifest
+from fedquilt.runs.round_log import Gap, RoundLog, parse, rounds_text
+from fedquilt.storage.files import TEMPORARY, refuse_special, why
+
+_log = logging.getLogger("fedquilt")
+
+MAX_LISTED = 5  # Largest number of problems that an error lists
+# Files of runs and studies, which must not be links or special files
+_FILES = (
+    "config.toml",
+    "rounds.jsonl",
+    "rounds.jsonl.damaged",
+    "summary.json",
+    "tracking.json",
+    "lock",
+    "study.toml",
+)
+
+
+def holds_a_run(path: Path) -> bool:
+    """Return True if a folder has files that a new run would overwrite."""
+    check_folder(path)
+    rounds = path / "rounds.jsonl"
+    begun = rounds.is_file() and rounds.stat().st_size > 0
+    return begun or (path / "summary.json").exists() or Checkpoints(path / "checkpoint").exist
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a run's folder in which a symbolic link or a special file replaces one of its files.
+
+    Raises:
+        RecordError: There is such a file. The folder itself may be a link, and need not exist.
+    """
+    checkpoints = path / "checkpoint"
+    names = [path / f"{name}{end}" for name in _FILES for end in ("", TEMPORARY)]
+    try:
+        refuse_special(checkpoints)
+        for file in (*names, *(checkpoints.iterdir() if checkpoints.is_dir() else ())):
+            refuse_special(file)
+    except FileExistsError as error:
+        raise RecordError(
+            f"the folder {path} was asked for; {why(error)}. Only plain files are used, so that "
+            "nothing outside of the folder is read or changed."
+        ) from error
+
+
+def settings_checksum(path: Path) -> str | None:
+    """Return a checksum of config.toml without `rounds`, which may grow. None: unreadable."""
+    try:
+        settings = tomllib.loads((path / "config.toml").read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    settings.pop("rounds", None)
+    return checksum(json.dumps(settings, sort_keys=True, default=str).encode())
+
+
+def checksum(content: bytes) -> str:
+    """Return the first 16 hexadecimal digits of the SHA-256 of a file's content."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def rounds_planned(path: Path, usual: int) -> int:
+    """Return the number of rounds that the run in a folder was begun with.
+
+    Checkpoints have this number. Those of earlier versions do not, and then it is read from
+    config.toml, where it may have grown.
+
+    Args:
+        path: Folder of the run.
+        usual: Number that is returned if the folder does not have it.
+    """
+    rounds = Checkpoints(path / "checkpoint").newest_about.get("settled_for")
+    if isinstance(rounds, int) and is_round(rounds):
+        return rounds
+    try:
+        settings = tomllib.loads((path / "config.toml").read_text())
+    except (OSError, ValueError):
+        return usual
+    rounds = settings.get("python", settings).get("rounds", usual)
+    return rounds if isinstance(rounds, int) else usual
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """Return the records of all rounds in a run's folder.
+
+    Raises:
+        RecordError: rounds.jsonl cannot be read, or lines of it are damaged.
+    """
+    log = read_log(path)
+    if log.damage:
+        raise RecordError(
+            f"the rounds of {path} were asked for; {Path(path) / 'rounds.jsonl'} is not what was "
+            f"written: {'; '.join(log.damage[:MAX_LISTED])}."
+        )
+    return log.records
+
+
+def read_log(path: str | Path) -> RoundLog:
+    """Return the log in a run's folder. Some of its lines may be damaged."""
+    file = Path(path) / "rounds.jsonl"
+    check_folder(Path(path))
+    try:
+        return parse(file.read_bytes())
+    except OSError as error:
+        raise RecordError(
+            f"the rounds of {path} were asked for; {file} cannot be read: {why(error)}."
+        ) from error
+
+
+def log_until(log: RoundLog, manifest: Manifest) -> RoundLog:
+    """Return the log up to a checkpoint."""
+    return log.until(manifest.round, manifest.about.get("check"))
+
+
+def missing_rounds_text(missing: Sequence[Gap]) -> str:
+    """Return the subject of a sentence on missing rounds, such as "rounds 4 to 6 are"."""
+    text = rounds_text(missing)
+    return f"{text} {'are' if text.startswith('rounds') else 'is'}"
+
+
+def warn_of_missing_rounds(file: Path, log: RoundLog, rounds: int) -> None:
+    """Warn if a log lacks rounds that a checkpoint has.
+
+    Args:
+        file: File of the log, for the message.
+        log: Intact lines of the file.
+        rounds: Round of the checkpoint.
+    """
+    if missing := log.missing(rounds):
+        _log.warning(
+            "%s is damaged: %s missing from it. The weights are those of the checkpoint, which is "
+            "intact. Sums over rounds leave the missing ones out.",
+            file,
+            missing_rounds_text(missing),
+        )
+
+
+def saved_rounds(path: Path) -> list[int]:
+    """Return the rounds whose state is in a run's folder."""
+    return Checkpoints(path / "checkpoint").rounds
