@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,7 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedquilt.family.dual import adjustables
 from fedquilt.family.recurrent import SHORT, RecurrentCall
-from fedquilt.family.tracing.record import SMALL, RunError, record
+from fedquilt.family.tracing.record import RunOptions, record
+from fedquilt.family.tracing.recorder import SMALL
+from fedquilt.family.tracing.run import RunError
 from fedquilt.hardware.precision import DTYPES, Precision
 
 
@@ -124,7 +127,14 @@ def measure(
 
     def counted(train: bool) -> _Counter:
         counter = _Counter()
-        record(module, {}, inputs, lambda _: True, counter, _readable(constants), train, grad=True)
+        options = RunOptions(
+            _every_operation,
+            follower=counter,
+            constants=_readable(constants),
+            train=train,
+            grad=True,
+        )
+        record(module, inputs, options)
         return counter
 
     try:
@@ -157,7 +167,10 @@ def inference_activations(
     def peak(train: bool, count: int) -> int:
         spans = _Spans()
         inputs = tuple(_resized(value, count) for value in example_inputs)
-        record(module, {}, inputs, lambda _: True, spans, _readable(constants), train)
+        options = RunOptions(
+            _every_operation, follower=spans, constants=_readable(constants), train=train
+        )
+        record(module, inputs, options)
         return spans.peak
 
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
@@ -166,6 +179,11 @@ def inference_activations(
     except RunError:
         # The module refuses a single sample, or reads data in evaluation. This is an upper bound.
         return buffers + peak(train=True, count=2)
+
+
+def _every_operation(op: OpOverload) -> bool:
+    """Return True, so that no operation is decomposed."""
+    return True
 
 
 def _readable(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from fedquilt.family.variants import Variants
 from fedquilt.terms import WHOLE
 
 if TYPE_CHECKING:
-    from fedquilt.family.tracing.record import Run
+    from fedquilt.family.tracing.run import Run
 
 HEADS = "stage_heads"  # Name of the child that holds the temporary heads
 PLAN = "_stage_plan"  # Name of the attribute that holds the plan

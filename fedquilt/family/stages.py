@@ -23,8 +23,10 @@ from fedquilt.family.tracing.cutpoints import (
     find_cuts,
     propose,
 )
-from fedquilt.family.tracing.record import Run, Value, Visit, layer_name
-from fedquilt.family.tracing.tracer import Traced, record_evaluation, trace_runs, variant_runs
+from fedquilt.family.tracing.run import Run, Value, Visit, layer_name
+from fedquilt.family.tracing.traced import Traced
+from fedquilt.family.tracing.tracer import trace_runs
+from fedquilt.family.tracing.variant_runs import record_evaluation, record_variant
 from fedquilt.family.variants import Variants, VariantSource, names_of
 from fedquilt.names import nearest
 from fedquilt.terms import WHOLE
@@ -396,7 +398,7 @@ def _own_plan(module: nn.Module, inputs: tuple[Any, ...], count: int) -> Plan:
     full_shape = record_evaluation(grown, inputs, WHOLE).output.shape
     stages = []
     for number, name in enumerate(grown.variants, 1):
-        runs = variant_runs(grown, inputs, name)
+        runs = record_variant(grown, inputs, name)
         shape = runs[0].output.shape
         if shape != full_shape:
             raise TraceError(

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fedquilt.family.tracing.atoms import is_plain
-from fedquilt.family.tracing.record import Call, Run, Value, Visit
+from fedquilt.family.tracing.run import Call, Run, Value, Visit
 
 aten = torch.ops.aten
 
@@ -114,8 +114,9 @@ class Reads:
                     self._from_data.setdefault(target, number)
 
     def crossing(self, visit: Visit) -> list[Value]:
-        """Return the values besides its output that are computed before a module ends and read
-        after it.
+        """Return the values that are computed before a module ends and read after it.
+
+        The output of the module is not among them.
         """
         return [
             value
@@ -289,8 +290,9 @@ def _are_fewer(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
 
 
 def _shrinks(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Return True if the resolution is halved or less. A convolution without padding does not
-    count.
+    """Return True if the resolution is at most halved.
+
+    The small loss by a convolution without padding does not count.
     """
     if len(before) != len(after):
         return _are_fewer(before, after)

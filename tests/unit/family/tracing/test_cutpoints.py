@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedquilt.family.stages import make_plan
 from fedquilt.family.tracing.cutpoints import find_cuts
-from fedquilt.family.tracing.record import Run
+from fedquilt.family.tracing.run import Run
 from fedquilt.family.tracing.tracer import trace_runs
 from fedquilt.models import MODELS, DenseNet
 
