@@ -24,7 +24,8 @@ from fedquilt import noise
 from fedquilt.errors import FedquiltError, TraceError, first_line
 from fedquilt.errors.faults import is_out_of_memory
 from fedquilt.family.dual import set_robustness
-from fedquilt.family.net import Pass, SeededRandomness
+from fedquilt.family.net import Pass
+from fedquilt.family.randomness import SeededRandomness
 from fedquilt.terms import Weights
 
 if TYPE_CHECKING:

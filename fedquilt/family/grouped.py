@@ -25,7 +25,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fedquilt.errors import FedquiltError
 from fedquilt.family.dual import ConditionedNorm, adjustables
-from fedquilt.family.net import SeededRandomness, is_stock
+from fedquilt.family.net import is_stock
+from fedquilt.family.randomness import SeededRandomness
 from fedquilt.family.scaled import Scaled
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from fedquilt.family.cut import inside
+from fedquilt.family.rows import inside
 
 if TYPE_CHECKING:
     from fedquilt.family.member import Member

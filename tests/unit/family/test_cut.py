@@ -8,18 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedquilt.axes import Index, Positions
-from fedquilt.family.cut import (
-    WHOLE,
-    add_at,
-    count,
-    is_blocky,
-    prefix,
-    put_at,
-    rows,
-    scattered,
-    take,
-    windows,
-)
+from fedquilt.family.cut import WHOLE, prefix, scattered, windows
+from fedquilt.family.rows import add_at, count_trained, is_blocky, kept_rows, put_at, take
 from fedquilt.tensors import Flat
 from fedquilt.terms import Arch
 from tests.unit.family import cuts
@@ -63,7 +53,7 @@ def test_scattered_is_a_sorted_random_set_of_its_own_for_every_axis():
 def test_take_add_and_put_are_plain_indexing(submodel, name):
     index = submodel.index
     whole = cuts.state(1)[name]
-    cut = rows(cuts.DIMS[name], index, cuts.SIZES)
+    cut = kept_rows(cuts.DIMS[name], index, cuts.SIZES)
     part = take(whole, cut)
     assert torch.equal(part, cuts.pick(whole, name, index))
 
@@ -108,7 +98,7 @@ def test_take_skips_leading_dimensions_and_is_a_view_of_neighbours():
 
 
 def test_a_weight_that_keeps_everything_has_no_rows():
-    assert rows(cuts.DIMS["square"], Index(), cuts.SIZES) == (None, None)
+    assert kept_rows(cuts.DIMS["square"], Index(), cuts.SIZES) == (None, None)
     whole = torch.ones(4, 4)
     add_at(whole, (None, None), torch.ones(4, 4))
     assert torch.equal(whole, torch.full((4, 4), 2.0))
@@ -217,10 +207,12 @@ def test_a_full_window_is_the_whole_axis_in_order_so_that_equal_members_stack(si
 
 @pytest.mark.parametrize("few_runs", [1, 8])
 def test_counts_have_length_one_where_no_cut_narrows(monkeypatch, few_runs):
-    monkeypatch.setattr("fedquilt.family.cut._FEW_RUNS", few_runs)  # by index, and by slices
+    monkeypatch.setattr("fedquilt.family.rows.MAX_SLICES", few_runs)  # by index, and by slices
     shape = (4, 5, 3)
     first, second = (Positions.prefix(2), None, None), (Positions.chosen([0, 3]), None, None)
-    counts = count(shape, [(first, 1.0), (second, 2.0)], 0.5, torch.zeros(0, dtype=torch.float64))
+    counts = count_trained(
+        shape, [(first, 1.0), (second, 2.0)], 0.5, torch.zeros(0, dtype=torch.float64)
+    )
     assert counts.shape == (4, 1, 1)
     assert counts.dtype == torch.float64
     assert counts.flatten().tolist() == [3.5, 1.5, 0.5, 2.5]
@@ -269,8 +261,8 @@ def test_flat_and_sliced_cuts_are_the_same_to_the_bit(submodel, other):
 
 
 def test_places_and_maps_are_forgotten_when_they_are_many(monkeypatch):
-    monkeypatch.setattr("fedquilt.family.cut._PLACES", 2)
-    monkeypatch.setattr("fedquilt.family.cut._MAPS", 1)
+    monkeypatch.setattr("fedquilt.family.cut.MAX_CACHED_CUTS", 2)
+    monkeypatch.setattr("fedquilt.family.cut.MAX_MAP_BYTES", 1)
     cutter, whole = cuts.cutter(flat=True), cuts.state(1)
     for start in range(4):
         for width in (1, 2, 3):

@@ -18,7 +18,8 @@ import fedquilt as fq
 from fedquilt import noise
 from fedquilt.errors import TrainingError
 from fedquilt.family import Net, Pass
-from fedquilt.family.net import SeededRandomness, is_stock
+from fedquilt.family.net import is_stock
+from fedquilt.family.randomness import SeededRandomness
 from fedquilt.family.scaled import Scaled
 
 KEY = torch.tensor(noise.key(1))
@@ -326,7 +327,7 @@ def test_a_frozen_norm_needs_statistics_and_keeps_them(kind):
     assert not seen
     net.module.to("meta")
     weights = {name: state[name] for name in ("0.weight", "0.bias")}
-    with pytest.raises(TrainingError, match=r"'0' is frozen.*Use 'tracked' or 'local'"):
+    with pytest.raises(TrainingError, match=r"'0' is frozen.*Use 'tracked' or 'per_client'"):
         net(weights, images(), TRAIN)
 
 

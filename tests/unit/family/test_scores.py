@@ -9,10 +9,11 @@ from torch import Tensor, nn
 import fedquilt as fq
 from fedquilt.axes import Axis, Index, Positions, parse
 from fedquilt.errors import ConfigError, SubmodelError
-from fedquilt.family.cut import highest, inside
+from fedquilt.family.cut import highest
 from fedquilt.family.family import Family
 from fedquilt.family.layout import Layout
 from fedquilt.family.member import Member
+from fedquilt.family.rows import inside
 from fedquilt.family.scores import channel_scores
 from tests.conftest import Perceptron
 
