@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from fedquilt.deploy.export import load_model
     from fedquilt.family.cost import TrainingStep
     from fedquilt.family.dual import ConditionedNorm, DualNorm, conditioned, dual, set_robustness
-    from fedquilt.family.family import Family, trace
+    from fedquilt.family.family import Family
     from fedquilt.family.stages import with_stages
+    from fedquilt.family.tracing.trace import trace
     from fedquilt.family.union import union
     from fedquilt.hardware.process import keep_pages
     from fedquilt.round import Evaluation, Fleet
@@ -45,8 +46,9 @@ _NAMES = {
         "dual",
         "set_robustness",
     ),
-    "fedquilt.family.family": ("Family", "trace"),
+    "fedquilt.family.family": ("Family",),
     "fedquilt.family.stages": ("with_stages",),
+    "fedquilt.family.tracing.trace": ("trace",),
     "fedquilt.family.union": ("union",),
     "fedquilt.hardware.process": ("keep_pages",),
     "fedquilt.round": ("Evaluation", "Fleet"),

@@ -27,7 +27,7 @@ from fedquilt.engines.simulation import Simulation
 from fedquilt.errors import FedquiltError
 from fedquilt.family import Family
 from fedquilt.family.dual import conditioned, dual
-from fedquilt.family.family import trace
+from fedquilt.family.tracing.trace import trace
 from fedquilt.hardware.generators import random_state
 from fedquilt.methods import FedAvg, Method
 from fedquilt.models import PreResNet

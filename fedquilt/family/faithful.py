@@ -61,7 +61,7 @@ def check_net(member: Member, modes: Sequence[Pass]) -> None:
     """
     family = member.family
     names = (*member.trainable, *member.statistics, *member.carried)
-    weights = family.cutter.gather(family.brought(names), member.prefix, names)
+    weights = family.cutter.gather(family.traced_state(names), member.prefix, names)
     moved = {name: shaken(weights[name]) for name in (*member.trainable, *member.statistics)}
     for mode in modes:
         for robustness in (0.0, 1.0) if family.adjustable else (0.0,):
@@ -190,9 +190,9 @@ class _Pair:
         if watch is not None:
             watch.attach(module)
         if not mode.train:
-            return {OUTPUTS: answer(module, (self.inputs,))}
+            return {OUTPUTS: run_seeded(module, (self.inputs,))}
         with _TorchsOwn(KEY):
-            outputs = answer(module, (self.inputs,))
+            outputs = run_seeded(module, (self.inputs,))
         new_buffers = dict(module.named_buffers()) if mode.statistics == "track" else {}
         return {
             OUTPUTS: outputs,
@@ -214,7 +214,7 @@ class _Pair:
 
         handles = watch.attach(net.module) if watch is not None else []
         try:
-            return {OUTPUTS: answer(run, (self.inputs,)), **tracked}
+            return {OUTPUTS: run_seeded(run, (self.inputs,)), **tracked}
         finally:
             for handle in handles:
                 handle.remove()
@@ -323,7 +323,7 @@ def unlike(sample: Tensor) -> list[Tensor]:
     return [sample + offsets, sample - offsets]
 
 
-def answer(module: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tensor:
+def run_seeded(module: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tensor:
     """Run a module on copies of inputs, with all random generators at the same seeds every time."""
     python, numpy = random.getstate(), np.random.get_state()
     try:

@@ -274,7 +274,7 @@ class Member:
         """Return the layers whose outputs are cut, which the scaler divides."""
         full_sizes = self.family.layout.sizes
         cut = {axis for axis, width in self.arch.widths if width < full_sizes[axis]}
-        scaled = Scaled.of(self.family.held(self.arch.variant), self.family.layout, cut)
+        scaled = Scaled.of(self.family.holding(self.arch.variant), self.family.layout, cut)
         names = set(self.names)
         return replace(scaled, weights=tuple(name for name in scaled.weights if name in names))
 

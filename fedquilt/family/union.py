@@ -18,9 +18,10 @@ from torch import nn
 from fedquilt import noise
 from fedquilt.axes import Axis, Dims, Index, renamed
 from fedquilt.errors import TraceError
-from fedquilt.family.family import Family, JoinedTracings, make_module
+from fedquilt.family.family import Family
 from fedquilt.family.layout import CLASS, Layout
 from fedquilt.family.nets import Nets
+from fedquilt.family.origin import JoinedTracings, make_module
 from fedquilt.family.variants import JOIN
 from fedquilt.terms import WHOLE, Arch, Submodel, Weights
 

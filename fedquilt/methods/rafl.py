@@ -15,8 +15,9 @@ from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family.cost import TrainingStep
 from fedquilt.family.cut import prefix
-from fedquilt.family.family import Family, Rounding, trace
+from fedquilt.family.family import Family, Rounding
 from fedquilt.family.member import Member
+from fedquilt.family.tracing.trace import trace
 from fedquilt.family.union import union
 from fedquilt.family.variants import joined, members_of
 from fedquilt.round.federation import World

@@ -33,8 +33,8 @@ from fedquilt.errors.faults import enough_memory
 from fedquilt.family import Family
 from fedquilt.family.cost import TrainingStep
 from fedquilt.family.dual import conditioned, dual
-from fedquilt.family.family import trace
 from fedquilt.family.norms import NORM_POLICIES, NormPolicy
+from fedquilt.family.tracing.trace import trace
 from fedquilt.family.union import union
 from fedquilt.fleets.budgets import FLEETS, Budgets, ByNet
 from fedquilt.fleets.fleet import Devices

@@ -638,7 +638,7 @@ def test_lots_that_python_draws_are_no_memory():
 def test_a_net_whose_answer_depends_on_what_it_remembers_is_refused(make, what, make_data):
     family = fq.trace(make, torch.rand(2, 4))
     with pytest.raises(
-        TraceError, match=f"answers the same batch otherwise when it is asked again: {what}"
+        TraceError, match=f"returns another output for the same batch the second time: {what}"
     ):
         fq.prepare(FedAvg(), family, make_data(family, (6, 6)), fq.Fleet.of((1.0,), 2, 2))
 

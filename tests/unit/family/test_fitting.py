@@ -165,7 +165,7 @@ def test_packed_sequences_are_run_as_they_are():
 def test_thirty_limits_count_each_member_once(step, counted):
     """The members found are those of an exhaustive search, and limits share what was counted."""
     family = fq.trace(Sensor, torch.zeros(2, 3, 4))
-    shares = sorted(family._steps)
+    shares = sorted(family.fitter.steps)
     archs = [family.fit(fq.Budget(share=share)) for share in shares]
     whole = family.cost(family.whole)
     most = family.cost(family.whole, step).memory if step else whole.inference
@@ -232,5 +232,5 @@ def test_results_for_many_budgets_are_kept_up_to_a_bound(monkeypatch):
     )
     smallest = family.count(family.fit(fq.Budget(share=1 / 6)))
     fitted = [family.fit(fq.Budget(params=smallest + place)) for place in range(30)]
-    assert len(family._fitted) == 8
+    assert len(family.fitter._shares) == 8
     assert family.fit(fq.Budget(params=smallest)) == fitted[0]  # one that was dropped

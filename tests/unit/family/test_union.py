@@ -362,5 +362,5 @@ def test_a_net_of_a_union_that_remembers_is_refused(perceptron):
             return self.layer(x) * self.count
 
     union = fq.union({"flat": perceptron, "counting": fq.trace(Counting, EXAMPLE)})
-    with pytest.raises(TraceError, match="Counting answers the same batch otherwise"):
+    with pytest.raises(TraceError, match="Counting returns another output for the same batch"):
         union.check_stateless()

@@ -44,7 +44,7 @@ def _tags(op: OpOverload) -> Sequence[torch.Tag]:
     """
     twin = getattr(aten, op.overloadpacket.__name__.removesuffix("_"), None)
     if not twin or op._overloadname not in twin.overloads():
-        return op.tags
+        return [*op.tags]
     return [*op.tags, *getattr(twin, op._overloadname).tags]
 
 
