@@ -29,8 +29,7 @@ HOW_TO = (
 )
 HOW_TO_CONDITION = (
     "Train the conditioned model: fq.trace(fq.conditioned(module), …) in Python, --set "
-    "model.conditioned=true on the "
-    "command line."
+    "model.conditioned=true on the command line."
 )
 
 
@@ -87,8 +86,7 @@ class ConditionedNorm(Adjustable):
         if weight.dim() != 1:
             raise ConfigError(
                 f"a conditioned norm was asked for; {type(norm).__name__} normalizes "
-                f"{weight.dim()} dimensions at "
-                "once. Norms over channels fit."
+                f"{weight.dim()} dimensions at once. Norms over channels fit."
             )
         self.norm, self.codes = norm, codes
         # True: channels are in the last dimension
@@ -182,8 +180,7 @@ def _with(module: nn.Module, make: Callable[[nn.Module], Adjustable]) -> nn.Modu
     if not is_adjustable(copied):
         raise ConfigError(
             f"norms to adjust were asked for in {type(module).__name__}; it has no norm layer with "
-            "weights or "
-            "statistics. Batch, group, layer, instance and RMS norms fit."
+            "weights or statistics. Batch, group, layer, instance and RMS norms fit."
         )
     return copied
 
@@ -221,14 +218,12 @@ def set_robustness(module: nn.Module, robustness: float) -> nn.Module:
         )
         raise ConfigError(
             f"a robustness of {shown} was asked for; it must lie in [0, 1]: one number for all "
-            "samples, since one for "
-            "each is not supported here."
+            "samples, since one for each is not supported here."
         )
     if not is_adjustable(module):
         raise ConfigError(
             f"a robustness of {robustness:g} was asked for; {type(module).__name__} has no dual "
-            "norms to choose "
-            f"between. {HOW_TO}"
+            f"norms to choose between. {HOW_TO}"
         )
     for layer in adjustables(module):
         layer.robustness = float(robustness)

@@ -113,14 +113,11 @@ def fit_head(
             return _dense(in_features, num_outputs, positions, features[2:], output[2:])
     raise TraceError(
         f"a temporary head was asked for that turns the output of {where}, of shape {features} "
-        "with the channels in "
-        f"dimension {channel_dim}, into the model's output, of shape {output} with the classes in "
-        "dimension "
-        f"{class_dim}; none can be made. Heads give (batch, class) from any features, (batch, "
-        "length, class) from "
-        "(batch, length, channel), and (batch, class, *size) from (batch, channel, *size). End the "
-        "stage where the "
-        "features have such a shape, or let the module run its stages itself (`forward_stage`)."
+        f"with the channels in dimension {channel_dim}, into the model's output, of shape {output} "
+        f"with the classes in dimension {class_dim}; none can be made. Heads give (batch, class) "
+        "from any features, (batch, length, class) from (batch, length, channel), and (batch, "
+        "class, *size) from (batch, channel, *size). End the stage where the features have such a "
+        "shape, or let the module run its stages itself (`forward_stage`)."
     )
 
 

@@ -151,10 +151,9 @@ class Grown(Variants):
         if not stage.chain:
             raise ExportError(
                 f"{self._chosen_variant} of {type(module).__name__} was asked for as a program; it "
-                "ends inside of "
-                f"the forward, behind {stage.end!r}, and is no chain of modules: {stage.between}. "
-                "safetensors takes every stage, and the whole model can be recorded once it has "
-                "grown."
+                f"ends inside of the forward, behind {stage.end!r}, and is no chain of modules: "
+                f"{stage.between}. safetensors takes every stage, and the whole model can be "
+                "recorded once it has grown."
             )
         layers = [module.get_submodule(path) for path in stage.chain]
         return nn.Sequential(*layers, self._head).train(module.training)

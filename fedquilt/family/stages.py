@@ -95,10 +95,8 @@ def with_stages(
     if len(stages) == 1:
         raise ConfigError(
             f"with_stages was asked for the stages {list(stages)}; one name makes one stage, which "
-            "is the whole "
-            "module. The last name ends the last stage, before the module's own head, so that at "
-            "least two names "
-            "would work, or a number of stages."
+            "is the whole module. The last name ends the last stage, before the module's own head, "
+            "so that at least two names would work, or a number of stages."
         )
     return StageSource(module, tuple(stages))
 
@@ -196,8 +194,7 @@ def declaration(module: nn.Module, name: str | None) -> tuple[str, ...] | int:
         if not names:
             raise TraceError(
                 f"the growth {name!r} of {kind} was asked for; it declares one growth that has no "
-                "name. Leave the name "
-                "out. A list of module names is written [...] or (...,)."
+                "name. Leave the name out. A list of module names is written [...] or (...,)."
             )
         raise TraceError(f"the growth {name!r} of {kind} was asked for.{nearest(name, names)}")
     return growths[name]
@@ -285,16 +282,14 @@ def _checked(module: nn.Module, run: Run, ends: Sequence[str], declared: bool) -
         if times[name] > 1:
             raise TraceError(
                 f"{request}; forward runs that module {times[name]} times, so that it has no one "
-                "output. "
-                f"{_what_works(run)}"
+                f"output. {_what_works(run)}"
             )
     visits = {visit.path: visit for visit in run.visits}
     for name, inner in ((name, inner) for name in ends for inner in ends):
         if inner.startswith(f"{name}."):
             raise TraceError(
                 f"stages of {kind} that end with {name!r} and {inner!r} were asked for; {inner!r} "
-                "is nested in "
-                f"{name!r}. Name modules of which none is in another."
+                f"is nested in {name!r}. Name modules of which none is in another."
             )
     end_visits = [visits[name] for name in ends]
     order = [visit.path for visit in run.visits]
@@ -353,10 +348,9 @@ def _proposed(module: nn.Module, run: Run, count: int) -> tuple[str, ...]:
         if not options:
             raise TraceError(
                 f"{request}; no stage can end in it. There is no module of layers that returns one "
-                "tensor on which alone "
-                "everything later depends. A module can run its stages itself, by a method "
-                "forward_stage(stage, "
-                f"*inputs) and their number as {DECLARATION}."
+                "tensor on which alone everything later depends. A module can run its stages "
+                "itself, by a method forward_stage(stage, *inputs) and their number as "
+                f"{DECLARATION}."
             )
         end_names = ", ".join(cut.name for cut in options)
         raise TraceError(

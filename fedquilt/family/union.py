@@ -184,8 +184,7 @@ def _check_names(names: Sequence[str]) -> None:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise TraceError(
                 f"{asked}; names consist of letters, digits, '_' and '-', because '.', '/' and '+' "
-                "stand between "
-                "names in a federation's state."
+                "stand between names in a federation's state."
             )
         if names.count(name) > 1:
             raise TraceError(
@@ -195,8 +194,7 @@ def _check_names(names: Sequence[str]) -> None:
         if name == WHOLE:
             raise TraceError(
                 f"{asked}; {WHOLE!r} is the name of the first net as a variant. Another name would "
-                "work, such as "
-                "'first'."
+                "work, such as 'first'."
             )
         if hasattr(Nets, name):
             raise TraceError(
@@ -210,8 +208,7 @@ def _check_kinds(nets: Mapping[str, Family]) -> None:
         if not isinstance(family, Family):
             raise TraceError(
                 f"a union was asked for, whose net {name!r} is a {type(family).__name__}; a traced "
-                "model would work: "
-                "fq.trace(module, example)."
+                "model would work: fq.trace(module, example)."
             )
         if family.layout.variants:
             kind = (
@@ -221,8 +218,7 @@ def _check_kinds(nets: Mapping[str, Family]) -> None:
             )
             raise TraceError(
                 f"a union was asked for, whose net {name!r} is {kind}; traced models without "
-                "variants would work. "
-                "Give all nets to one union, and trace modules without stages."
+                "variants would work. Give all nets to one union, and trace modules without stages."
             )
     for name in nets:
         if any(name in family.parts for family in nets.values()):
@@ -262,8 +258,7 @@ def _check_equal(
         if (actual := value(net)) != expected:
             raise TraceError(
                 f"a union of {', '.join(map(repr, nets))} was asked for; {first!r} has {what} "
-                f"{_told(expected)}, and "
-                f"{name!r} has {_told(actual)}. {remedy}."
+                f"{_told(expected)}, and {name!r} has {_told(actual)}. {remedy}."
             )
 
 

@@ -64,8 +64,7 @@ def check_size(size: tuple[int, ...], halvings: int) -> None:
     raise DataError(
         f"a U-Net of depth {halvings} was asked for on inputs of size {sides(size)}; every side "
         f"must divide by {divisor}. Inputs padded to {sides(fitting)} would fit (files are padded "
-        "by "
-        f"data.multiple_of = {divisor}), or a smaller depth."
+        f"by data.multiple_of = {divisor}), or a smaller depth."
     )
 
 

@@ -143,9 +143,8 @@ def record(module: nn.Module, inputs: tuple[Any, ...], options: RunOptions) -> R
     if outliving:
         raise TraceError(
             f"{type(module).__name__} keeps what it computes where it outlives the module: the "
-            f"result of {outliving[0]}. "
-            "A later call would find a tensor without data there. Keep it in an attribute of the "
-            "module, or return it."
+            f"result of {outliving[0]}. A later call would find a tensor without data there. Keep "
+            "it in an attribute of the module, or return it."
         )
     return run
 

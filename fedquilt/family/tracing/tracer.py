@@ -153,8 +153,7 @@ def _refuse(module: nn.Module) -> None:
         if isinstance(layer, torch.jit.ScriptModule):
             raise TraceError(
                 f"{kind} ({layer_name(path)}) is compiled by torch.jit, which hides its code and "
-                "fixes its sizes. "
-                "Trace the module it was compiled from."
+                "fixes its sizes. Trace the module it was compiled from."
             )
         if isinstance(layer, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise TraceError(

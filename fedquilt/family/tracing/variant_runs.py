@@ -103,17 +103,14 @@ def record_evaluation(
         if _reads_data(cause):
             raise TraceError(
                 f"{kind} reads a tensor's values in Python ({location}), so what it computes "
-                "depends on the data and its "
-                "axes cannot be traced. Compute with tensors instead (torch.where, masks, "
-                ".amax()), or take the "
-                "decision in __init__ or outside of forward."
+                "depends on the data and its axes cannot be traced. Compute with tensors instead "
+                "(torch.where, masks, .amax()), or take the decision in __init__ or outside of "
+                "forward."
             ) from cause
         raise TraceError(
             f"{kind} does not run on tensors that have the example inputs' shapes but no data "
-            f"({location}): "
-            f"{str(cause).rstrip('.')}. "
-            "Either the example inputs are not what its forward takes, or it needs gradients or "
-            "data while it runs."
+            f"({location}): {str(cause).rstrip('.')}. Either the example inputs are not what its "
+            "forward takes, or it needs gradients or data while it runs."
         ) from cause
     _require_one_tensor(run, kind)
     return run
