@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
+from typing_extensions import override
 
 from fedquilt.errors import ConfigError
 
@@ -50,6 +51,7 @@ class Adjustable(nn.Module):
         """
         return float("nan")
 
+    @override
     def extra_repr(self) -> str:
         return f"robustness={self.robustness}"
 
@@ -61,6 +63,7 @@ class DualNorm(Adjustable):
         super().__init__()
         self.clean, self.noised = norm, copy.deepcopy(norm)
 
+    @override
     def forward(self, input: Tensor) -> Tensor:
         share = self.robustness
         if isinstance(share, Tensor):
@@ -93,6 +96,7 @@ class ConditionedNorm(Adjustable):
         self.last = isinstance(norm, (nn.LayerNorm, nn.RMSNorm))
         self.scale, self.shift = (_perceptron(codes, len(weight)) for _ in range(2))
 
+    @override
     def forward(self, input: Tensor) -> Tensor:
         robustness = self.robustness
         levels = (

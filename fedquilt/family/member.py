@@ -92,9 +92,7 @@ class Member:
 
     @cached_property
     def frozen(self) -> tuple[str, ...]:
-        """Return the names of weights and statistics that other members train and this one does
-        not.
-        """
+        """Return the names of weights and statistics that only other members train."""
         unchanged = set(self.names) - self._changing
         return tuple(
             name for name in (*self.family.trainable, *self.family.statistics) if name in unchanged
@@ -195,8 +193,9 @@ class Member:
 
     @cached_property
     def nets(self) -> tuple[Member, ...]:
-        """Return the nets of a union that the member combines, each as a member. (): it has one
-        net.
+        """Return the nets of a union that the member combines, each as a member.
+
+        It is empty if the member has one net.
 
         Nets of a union share no weights, so that a device with several pays for each. Variants of
         one module share weights. They cost what the first of them costs, which is the one that
