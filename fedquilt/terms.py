@@ -241,7 +241,7 @@ class Client:
     """A device with its budget and number of samples. The samples themselves never leave it."""
 
     id: int  # Number of the client, from 0
-    budget: Budget
+    budget: Budget  # Limits of the device
     size: int = 0  # Number of training samples
     # Number of clients sampled before this one since round 0. Split-Mix uses it as the position in
     # a cycle shared by all clients.
@@ -252,17 +252,17 @@ class Client:
 class Job:
     """A client, the sub-model that it trains, and the round. A job has no tensors."""
 
-    client: Client
-    submodel: Submodel
-    round: int  # Counted from 0
+    client: Client  # Client that trains
+    submodel: Submodel  # Sub-model that it trains
+    round: int  # Number of the round, from 0
 
 
 @dataclass(frozen=True)
 class Payload:
     """Tensors that server and clients send. A lossy link makes the index smaller."""
 
-    submodel: Submodel
-    weights: Weights  # By the family's names, without the scope
+    submodel: Submodel  # Member and positions of the weights
+    weights: Weights  # Tensors by the family's names, without the scope
     slots: Slots = field(default_factory=dict)  # State of the method, cut as the weights are
     extras: Extras = field(default_factory=dict)  # State of the method that is not cut
     coded_extras: tuple[str, ...] = ()  # Extras that a codec codes. Others are sent uncoded
@@ -288,11 +288,10 @@ class Payload:
 class Update:
     """Result of one job, as it arrived at the server."""
 
-    job: Job
+    job: Job  # The job that the client did
     sent: tuple[Payload, ...]  # One payload, or none if all of it got lost
     steps: int  # Optimizer steps of the client in all rounds if it counts them, else in this round
     effective_steps: float = 1.0  # Effective number of local steps (FedNova's a_i)
-    metrics: Mapping[str, float] = field(default_factory=dict)
     times: int = 1  # Factor of the client's weight in the merge. 1 has no effect
 
     @property
@@ -305,9 +304,9 @@ class Update:
 class ClientState:
     """Memory that a client keeps between rounds, by global position."""
 
-    submodel: Submodel
-    weights: Weights
-    slots: Slots = field(default_factory=dict)
+    submodel: Submodel  # Member and positions of the weights
+    weights: Weights  # Weights that the client keeps, such as its norms
+    slots: Slots = field(default_factory=dict)  # State of the optimizer or the method, by weight
     steps: int = 0  # Optimizer steps over all rounds, if the slots or the merge depend on them
     round: int = -1  # Round in which it trained last, counted from 0. -1: unknown
     extras: Extras = field(default_factory=dict)  # State of the method that is not cut

@@ -37,7 +37,7 @@ MAX_PARENTHESES = 100  # Parentheses in the dimensions of one weight
 class Layout:
     """The axes of a module, and the dimensions of its weights as expressions of axes."""
 
-    axes: Mapping[str, Axis]
+    axes: Mapping[str, Axis]  # Axes by name
     # Dimensions of every parameter and buffer as expressions of axes, by its first name
     dims: Mapping[str, Dims]
     # First name of a tied weight, by its other names

@@ -59,8 +59,8 @@ class Member:
     share.
     """
 
-    family: Family
-    arch: Arch
+    family: Family  # Family that the member belongs to
+    arch: Arch  # Widths, variant and trained parts
     # Share of the whole model, for a net nested in a larger member. None: it is not nested.
     share: float | None = None
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class PassState:
     """State that the patched layers read while their net runs."""
 
-    mode: Pass
+    mode: Pass  # Options of the pass
     statistics: dict[str, Tensor] = field(default_factory=dict)  # Results of this pass, by name
     calls: Counter[str] = field(default_factory=Counter)  # Calls of each norm in this pass
     share: float | Tensor = 1.0  # Share that the scaler divides by
@@ -43,7 +43,13 @@ class PassState:
 def in_float32(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert the arguments of a layer from bf16 where that is needed."""
+    """Convert the arguments of a layer from bf16 where that is needed, as a forward hook.
+
+    Args:
+        layer: The layer.
+        args: Arguments of its forward.
+        kwargs: Keyword arguments of its forward.
+    """
     return tuple(map(_widened, args)), {name: _widened(value) for name, value in kwargs.items()}
 
 

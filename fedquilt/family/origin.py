@@ -23,8 +23,9 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 class Tracing:
     """The arguments of `trace` besides the example. They allow tracing again with other stages."""
 
+    # The module or the function that was traced, without stages
     source: nn.Module | Callable[[], nn.Module] | VariantSource
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # Keyword arguments of `trace`
     # True: the module was traced with variants, such as stages, that `source` does not have
     has_variants: bool = False
 
@@ -33,7 +34,7 @@ class Tracing:
 class JoinedTracings:
     """The arguments that the nets of a union were traced with, by the names of the nets."""
 
-    nets: Mapping[str, Tracing | JoinedTracings | None]
+    nets: Mapping[str, Tracing | JoinedTracings | None]  # None: the net was not traced here
 
 
 def as_factory(module: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Module]:

@@ -67,10 +67,12 @@ class Plan:
     last_end: str = ""
 
     def apply(self, module: nn.Module) -> nn.Module:
-        """Return a module in these stages that shares the weights of `module`, which does not
-        change.
+        """Return a module in these stages that shares the weights of `module`.
 
-        Heads are drawn from torch's global generator.
+        The module does not change. Heads are drawn from torch's global generator.
+
+        Raises:
+            TraceError: The module has an attribute whose name stages need.
         """
         clashes = [name for name in RESERVED if hasattr(module, name)]
         if clashes:

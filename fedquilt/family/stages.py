@@ -105,8 +105,8 @@ def with_stages(
 class StageSource(VariantSource):
     """A module and a request for stages, which becomes a plan by running it on an example."""
 
-    module: nn.Module | Callable[[], nn.Module]
-    stages: int | str | tuple[str, ...] | None = None
+    module: nn.Module | Callable[[], nn.Module]  # The module, or a function that makes one
+    stages: int | str | tuple[str, ...] | None = None  # The request, as in `with_stages`
 
     def resolve(
         self, example_inputs: tuple[Any, ...], class_dim: int | None = None

@@ -26,6 +26,13 @@ def check_members(
 ) -> Layout:
     """Compare every shape and offset that members compute with what the axes predict.
 
+    Args:
+        module: The module, which does not change.
+        inputs: Example inputs.
+        traced: Result of tracing, with the module's runs.
+        layout: Its layout, with the axes fixed that the user named.
+        fixed: Names that the user fixed, for messages.
+
     Returns:
         The layout. Axes of which one channel is too few have a larger least width.
 
@@ -67,16 +74,13 @@ def check_members(
         rewrite = "take the decision in __init__ and keep it in an attribute"
     else:
         cause = f"{kind} has a size written into its code that a narrower member does not have"
-        view = operation(problem.call) == "view"
-        rewrite = (
-            "use x.flatten(1) or sizes read from x.shape"
-            if view
-            else "read it from a tensor's shape or from an attribute"
-        )
-    remedy = (
-        f"{rewrite}, or pin what it depends on: fixed=[{names}]" if current is None else rewrite
-    )
-    raise TraceError(f"{cause}: {problem.call}: {problem.found}. To mend it, {remedy}.")
+        rewrite = "read it from a tensor's shape or from an attribute"
+        if operation(problem.call) == "view":
+            rewrite = "use x.flatten(1) or sizes read from x.shape"
+    remedy = rewrite
+    if current is None:
+        remedy = f"{rewrite}, or pin what it depends on: fixed=[{names}]"
+    raise TraceError(f"{cause}: {problem.call}: {problem.reason}. To mend it, {remedy}.")
 
 
 def _widened(
@@ -101,7 +105,7 @@ def _widened(
             return None
         notes.append(
             f"members have at least 2 channels of {', '.join(narrow)}: with one, {current.call}: "
-            f"{current.found}"
+            f"{current.reason}"
         )
         widened_axes = {name: replace(layout.axes[name], least=2) for name in narrow}
         layout = replace(layout, axes={**layout.axes, **widened_axes}, notes=tuple(notes))

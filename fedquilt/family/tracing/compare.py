@@ -20,8 +20,8 @@ from fedquilt.family.tracing.traced import Traced
 class Mismatch:
     """A call in which a member does not follow its axes."""
 
-    call: Call
-    found: str
+    call: Call  # Call of the module
+    reason: str  # Phrase that says what the member does instead
     branch: bool = False  # True: it computes something else. False: only sizes differ.
     # All calls of the layer, if it is not clear which one is the cause
     layer: tuple[Call, ...] = ()
@@ -81,20 +81,31 @@ class Numbers:
 
 def compare(
     expected: Sequence[Call],
-    found: Sequence[Call],
+    actual: Sequence[Call],
     traced: Traced,
     widths: Mapping[str, int],
     numbers: Numbers,
     fails: str = "",
 ) -> Mismatch | None:
-    """Return the first call that differs. `fails` says why the member's run stopped, if it did."""
-    sources = _Sources(expected, found)
-    for call, member_call in _aligned(expected, found, sources):
+    """Return the first call in which a member differs from the module. None: there is none.
+
+    Args:
+        expected: Calls of the module.
+        actual: Calls of the member.
+        traced: Result of tracing, which predicts the shapes of the member.
+        widths: Width of every axis in the member.
+        numbers: Numbers that depend on a member's widths. New ones are added while it learns.
+        fails: Phrase that says why the member's run stopped. "": it did not.
+    """
+    sources = _Sources(expected, actual)
+    for call, member_call in _aligned(expected, actual, sources):
         if member_call is None:
             assert call is not None
             return Mismatch(call, fails or "the member is done before", branch=not fails)
         if call is None:
-            return Mismatch(visible_calls(expected)[-1], "the member goes on after it", branch=True)
+            return Mismatch(
+                visible_calls(expected)[-1], "the member computes more after it", branch=True
+            )
         if operation(call) != operation(member_call):
             return Mismatch(call, f"the member computes {operation(member_call)} here", branch=True)
         if (different := sources.difference(call, member_call)) is not None:
@@ -113,19 +124,19 @@ def compare(
                 actual, expected_number = number_at(member_call, mark), traced.predict(dim, widths)
                 if actual is not None and actual != expected_number:
                     return Mismatch(
-                        call, f"the member is told {actual}, its axes say {expected_number}"
+                        call, f"the member has the number {actual}, its axes say {expected_number}"
                     )
     return None
 
 
 def _aligned(
-    expected: Sequence[Call], found: Sequence[Call], sources: _Sources
+    expected: Sequence[Call], actual: Sequence[Call], sources: _Sources
 ) -> Iterator[tuple[Call | None, Call | None]]:
     """Pair the calls of the module with those of a member, up to the first without a partner.
 
     Calls that make constants may be missing in one run, because forward caches a table.
     """
-    calls, member_calls = deque(visible_calls(expected)), deque(visible_calls(found))
+    calls, member_calls = deque(visible_calls(expected)), deque(visible_calls(actual))
     while calls or member_calls:
         call = calls[0] if calls else None
         member_call = member_calls[0] if member_calls else None
@@ -160,10 +171,10 @@ class _Sources:
     may have equal shapes.
     """
 
-    def __init__(self, expected: Sequence[Call], found: Sequence[Call]) -> None:
+    def __init__(self, expected: Sequence[Call], actual: Sequence[Call]) -> None:
         self._originals: dict[Value, Value] = {}
         self._partners: dict[Value, Value] = {}
-        for call in (*expected, *found):
+        for call in (*expected, *actual):
             if call.op.overloadpacket in _COPIES:
                 self.skip(call)
 

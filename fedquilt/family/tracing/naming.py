@@ -13,7 +13,7 @@ from fedquilt.axes import Expr, Product, Sum
 from fedquilt.family.tracing.atoms import Atom, Cat, Dim, atoms_in, plain, resolve, size
 from fedquilt.family.tracing.run import Run
 
-CLASS = "class"
+CLASS = "class"  # Name of the axis of the classes
 
 
 def first_uses(runs: Sequence[Run]) -> list[str]:
@@ -30,17 +30,23 @@ def name_axes(
     """Name each axis after the first layer whose weight has it.
 
     Layers that have the axis in their outputs are preferred.
+
+    Args:
+        module: The module.
+        class_dim: Dimension of the output that has the classes. Its axis is called `CLASS`.
+        weights: Dimensions of the weights, by name. Fixed atoms without a role become plain sizes.
+        used: Names of the weights, in the order in which they are first used.
     """
     names: dict[Atom, str] = {}
     used_names: set[str] = {CLASS}
 
-    def give(one: Atom, wanted: str) -> None:
-        name, count = wanted, 1
+    def give_name(axis_atom: Atom, base_name: str) -> None:
+        name, count = base_name, 1
         while name in used_names:
             count += 1
-            name = f"{wanted}.{count}"
+            name = f"{base_name}.{count}"
         used_names.add(name)
-        names[one] = name
+        names[axis_atom] = name
 
     outputs = [
         (_base_name(module, name), weights[name], output_dim(module, name))
@@ -48,18 +54,21 @@ def name_axes(
         if weights.get(name)  # A scalar has no dimensions.
     ]
     classes = set(atoms_in(class_dim))
-    first = [(base, dims[out_dim]) for base, dims, out_dim in outputs]
-    for base, dim in (*first, *((base, dim) for base, dims, _ in outputs for dim in dims)):
+    output_dims = [(base, dims[out_dim]) for base, dims, out_dim in outputs]
+    all_dims = [(base, dim) for base, dims, _ in outputs for dim in dims]
+    for base, dim in (*output_dims, *all_dims):
         dim_atoms = list(atoms_in(dim))
-        for position, one in enumerate(dim_atoms):
-            if one in names:
+        for position, axis_atom in enumerate(dim_atoms):
+            if axis_atom in names:
                 continue
-            if one in classes:
-                names[one] = CLASS
-            elif one.fixed and not one.role:
-                one.bound = plain(one.size)  # It needs no name.
+            if axis_atom in classes:
+                names[axis_atom] = CLASS
+            elif axis_atom.fixed and not axis_atom.role:
+                axis_atom.bound = plain(axis_atom.size)  # It needs no name.
+            elif len(dim_atoms) == 1:
+                give_name(axis_atom, base)
             else:
-                give(one, base if len(dim_atoms) == 1 else f"{base}.{one.role or position}")
+                give_name(axis_atom, f"{base}.{axis_atom.role or position}")
     return names
 
 
@@ -120,4 +129,6 @@ def expression(dim: Dim, names: Mapping[Atom, str]) -> Expr:
             factors[-1] *= term_expr
         else:
             factors.append(term_expr)
-    return factors[0] if len(factors) == 1 else Product(tuple(factors)) if factors else 1
+    if not factors:
+        return 1
+    return factors[0] if len(factors) == 1 else Product(tuple(factors))

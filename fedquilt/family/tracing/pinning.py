@@ -35,6 +35,11 @@ def apply_rules(
 ) -> dict[str, Call]:
     """Apply the rule of every call.
 
+    Args:
+        runs: Runs of all variants. The dimensions of their values are unified.
+        outputs: Name and output dimension of each layer, by the name of its weight.
+        facts: Takes what the rules find out.
+
     Returns:
         The call that pinned the outputs of a layer, by the name of the layer's weight.
     """
@@ -54,6 +59,12 @@ def pin_unproduced(
     """Pin channels that no layer produces, such as the coordinates in a layer's input table.
 
     They are part of the problem, like the colours of an image.
+
+    Args:
+        module: The module.
+        weights: Dimensions of its weights, by name.
+        used: Names of the weights that a run computes with.
+        facts: Takes a note for each weight.
     """
     parameters = {name for name, _ in module.named_parameters()}
     produced: set[Atom] = set()
@@ -82,6 +93,11 @@ def pin_projected(
 
     torch recognizes a projection by its being smaller than the hidden state, which must therefore
     keep its size.
+
+    Args:
+        module: The module.
+        weights: Dimensions of its weights, by their first names.
+        ties: First name of every tied weight, by its other names.
     """
     for path, layer in module.named_modules():
         if isinstance(layer, nn.LSTM) and layer.proj_size:
@@ -95,6 +111,15 @@ def settle_output(
     """Unify the outputs of all runs, and return the dimension of the classes.
 
     All dimensions of the output keep their sizes. The class dimension keeps its axis.
+
+    Args:
+        runs: Runs of all variants.
+        inputs: Example inputs.
+        class_dim: Dimension of the classes. None: it is 1, or the last one for models of tokens.
+        facts: Takes a note if the classes are no axis.
+
+    Raises:
+        TraceError: The output has no such dimension.
     """
     output: Value = runs[0].output
     for run in runs[1:]:
@@ -150,13 +175,19 @@ def settle(facts: Facts, heads: Heads) -> None:
             fix(factor)
 
 
-def inner_axes(one: Atom, facts: Facts, names: Mapping[Atom, str]) -> tuple[str, ...]:
-    """Return the names of the axes inside the groups that an axis counts."""
-    if one.fixed:
+def inner_axes(axis_atom: Atom, facts: Facts, names: Mapping[Atom, str]) -> tuple[str, ...]:
+    """Return the names of the axes inside the groups that an axis counts.
+
+    Args:
+        axis_atom: The axis.
+        facts: Facts about groups.
+        names: Names of the axes.
+    """
+    if axis_atom.fixed:
         return ()
     names_inside: dict[str, None] = {}
     for outer, inner in facts.groups:
-        if one in list(atoms_in(outer)):
+        if axis_atom in list(atoms_in(outer)):
             names_inside.update(
                 {
                     names[inner_atom]: None

@@ -19,9 +19,9 @@ from fedquilt.terms import WHOLE
 class Value:
     """A tensor of the run: its shape, and what is known about its dimensions."""
 
-    shape: tuple[int, ...]
-    dims: tuple[Dim, ...] = ()
-    weight: str | None = None
+    shape: tuple[int, ...]  # Shape in the whole model
+    dims: tuple[Dim, ...] = ()  # Dimensions as products of atoms. (): plain sizes
+    weight: str | None = None  # Name of the weight that it is. None: it is none
     number: int = 0  # Position in the order of first appearance
     is_mask: bool = False  # True: its entries are booleans, so that it indexes all its dimensions
     # Dimensions of numbers in a call: "groups", or ("start", dim) of a slice
@@ -38,10 +38,10 @@ class Value:
 class Call:
     """One ATen operation of the run."""
 
-    op: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outs: tuple[Value, ...]
+    op: OpOverload  # The operation
+    args: tuple[Any, ...]  # Arguments, with Values in place of tensors
+    kwargs: dict[str, Any]  # Keyword arguments, with Values in place of tensors
+    outs: tuple[Value, ...]  # Tensors that it returns
     layer: str  # Name of the innermost module that was running
     where: str  # File and line in the user's code
     constant: bool = False  # True: it depends on no input, no weight and no random number
@@ -78,11 +78,11 @@ class Visit:
 class Run:
     """The record of one run of a module."""
 
-    calls: list[Call]
+    calls: list[Call]  # ATen calls in order
     output: Any  # Output with Values in place of tensors
     reads: list[str]  # Lines in which Python read the value of a constant
-    train: bool
-    variant: str = WHOLE
+    train: bool  # True: the module ran in training mode
+    variant: str = WHOLE  # Variant that ran
     # Executions of modules, in the order in which they end
     visits: list[Visit] = field(default_factory=list)
 

@@ -20,7 +20,16 @@ from fedquilt.terms import WHOLE
 
 
 def fix_axes(layout: Layout, fixed: Sequence[str], module: nn.Module) -> Layout:
-    """Return the layout with the axes of named layers or weights fixed."""
+    """Return the layout with the axes of named layers or weights fixed.
+
+    Args:
+        layout: The layout.
+        fixed: Names of axes, layers or weights. Of a layer or weight, the outputs are fixed.
+        module: The module that was traced.
+
+    Raises:
+        TraceError: A name is none of these.
+    """
     axes = dict(layout.axes)
     for name in fixed:
         if name in axes:
@@ -71,6 +80,11 @@ def weights_of_variants(
     """Return the weights of every variant, or nothing for a module that has the whole model alone.
 
     Weights that no run computes with belong to the whole model, as they do without variants.
+
+    Args:
+        module: The module.
+        runs: Runs of all variants.
+        weights: Dimensions of the weights, by name.
     """
     variants = names_of(module)
     if len(variants) == 1:
@@ -85,17 +99,30 @@ def weights_of_variants(
 
 
 def weights_of_parts(
-    module: nn.Module, layout: Layout, wanted: Mapping[str, Sequence[str]], runs: Sequence[Run]
+    module: nn.Module,
+    layout: Layout,
+    parts_by_user: Mapping[str, Sequence[str]],
+    runs: Sequence[Run],
 ) -> dict[str, tuple[str, ...]]:
-    """Return the weights of every part: norms, the user's groups, and parts of stages."""
+    """Return the weights of every part: norms, the user's groups, and parts of stages.
+
+    Args:
+        module: The module.
+        layout: Its layout.
+        parts_by_user: Names of layers or weights, by the name of a part.
+        runs: Runs of all variants.
+
+    Raises:
+        TraceError: A name is no layer or weight, or a part has the name of a part of the stages.
+    """
     norms = [path for path, layer in module.named_modules() if isinstance(layer, NORMS)]
-    requests = {"norm": norms, **wanted}
+    requests = {"norm": norms, **parts_by_user}
     parts: dict[str, tuple[str, ...]] = {}
     for part, prefixes in requests.items():
         weights: dict[str, None] = {}
         for prefix in prefixes:
             members = dict.fromkeys(_under(layout, prefix) if prefix else layout.dims)
-            if not members and part in wanted:
+            if not members and part in parts_by_user:
                 choices = [*(path for path, _ in module.named_modules() if path), *layout.dims]
                 raise TraceError(
                     f"parts[{part!r}] names {prefix!r}, no layer or "

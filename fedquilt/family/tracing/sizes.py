@@ -38,8 +38,8 @@ class Equation:
     For a slice, it may be the length of what comes before the slice.
     """
 
-    size: Poly
-    value: Value
+    size: Poly  # The size, as a polynomial of dimensions and attributes
+    value: Value  # The tensor that has the dimension
     mark: object  # Number of a dimension, or a key of `value.marks`
 
     @property

@@ -12,7 +12,7 @@ from fedquilt.family.layout import Layout
 from fedquilt.family.tracing.atoms import Atom, Cat, Dim, Terms, resolve
 from fedquilt.family.tracing.run import Run
 
-Heads = Literal["inside", "whole"]
+Heads = Literal["inside", "whole"]  # What is cut of attention: channels of each head, or heads
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Traced:
     """A layout together with the runs that it was derived from."""
 
     layout: Layout
-    runs: tuple[Run, ...]
-    names: Mapping[Atom, str]
+    runs: tuple[Run, ...]  # Runs of all variants, the whole model in evaluation first
+    names: Mapping[Atom, str]  # Names of the axes
     unlike: Sequence[tuple[Terms, Terms]]  # Sizes that Python compared and that were unequal
 
     def predict(self, dim: Dim, widths: Mapping[str, int]) -> int:
