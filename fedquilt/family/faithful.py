@@ -136,11 +136,11 @@ def _compare(pair: _Pair, expected: Mapping[str, Tensor], tolerance: float) -> T
     return None
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
+def _difference(value: Tensor, expected: Tensor) -> float:
     """Return the largest difference. It is infinite if shapes or non-finite entries differ."""
-    if one.shape != other.shape or not torch.equal(one.isfinite(), other.isfinite()):
+    if value.shape != expected.shape or not torch.equal(value.isfinite(), expected.isfinite()):
         return float("inf")
-    return _largest(one - other)
+    return _largest(value - expected)
 
 
 def _largest(value: Tensor) -> float:
@@ -208,8 +208,8 @@ class _Pair:
         weights = {name: value for name, value in self.weights.items() if name not in tracked}
 
         def run(inputs: Tensor) -> Tensor:
-            outputs, seen = net({**weights, **stored}, inputs, mode, key)
-            tracked.update(seen)
+            outputs, new_statistics = net({**weights, **stored}, inputs, mode, key)
+            tracked.update(new_statistics)
             return outputs
 
         handles = watch.attach(net.module) if watch is not None else []

@@ -178,11 +178,9 @@ def declaration(module: nn.Module, name: str | None) -> tuple[str, ...] | int:
     kind = type(module).__name__
     growths = growths_of(module)
     if not growths:
-        request = (
-            f"the stages that {kind} declares were"
-            if name is None
-            else f"the growth {name!r} of {kind} was"
-        )
+        request = f"the stages that {kind} declares were"
+        if name is not None:
+            request = f"the growth {name!r} of {kind} was"
         raise TraceError(
             f"{request} asked for; it declares none (`{DECLARATION}`). Give a number of stages, "
             "with_stages(module, 4), or a list of the names of the modules that end them."
@@ -208,14 +206,14 @@ def growths_of(module: nn.Module) -> dict[str, tuple[str, ...] | int]:
     declared = getattr(module, DECLARATION, None)
     if declared is None:
         return {}
-    growths: Mapping[str, Declaration] = (
-        declared if isinstance(declared, Mapping) else {"": declared}
-    )
-    stated = {name: stages for name, stages in growths.items() if stages}
-    return {
-        name: stages if isinstance(stages, int) else tuple(stages)
-        for name, stages in stated.items()
-    }
+    declarations: Mapping[str, Declaration] = {"": declared}
+    if isinstance(declared, Mapping):
+        declarations = declared
+    growths: dict[str, tuple[str, ...] | int] = {}
+    for name, stages in declarations.items():
+        if stages:
+            growths[name] = stages if isinstance(stages, int) else tuple(stages)
+    return growths
 
 
 def usual_stages(module: nn.Module, inputs: tuple[Any, ...]) -> int | None:
@@ -269,7 +267,14 @@ def stage_sizes(
 
 
 def _checked(module: nn.Module, run: Run, ends: Sequence[str], declared: bool) -> list[Visit]:
-    """Return the executions of the modules that end the stages, or refuse their names."""
+    """Return the executions of the modules that end the stages, or refuse their names.
+
+    Args:
+        module: The user's module.
+        run: Its run in evaluation.
+        ends: Names of the modules that end the stages.
+        declared: True: the module declares them, and may let later layers read earlier results.
+    """
     kind = type(module).__name__
     paths = [path for path, _ in module.named_modules() if path]
     times = Counter(visit.path for visit in run.visits)
@@ -296,11 +301,10 @@ def _checked(module: nn.Module, run: Run, ends: Sequence[str], declared: bool) -
     for name, following in pairwise(ends):
         if order.index(following) <= order.index(name):
             sorted_ends = sorted(dict.fromkeys(ends), key=order.index)
+            when = "once" if name == following else f"before {name!r}"
             raise TraceError(
                 f"stages of {kind} that end with {', '.join(map(repr, ends))} were asked for; "
-                "forward runs "
-                f"{following!r} {'once' if name == following else f'before {name!r}'}. This order "
-                f"works: {sorted_ends}."
+                f"forward runs {following!r} {when}. This order works: {sorted_ends}."
             )
     reads = Reads(run)
     for visit in end_visits:
@@ -359,15 +363,15 @@ def _proposed(module: nn.Module, run: Run, count: int) -> tuple[str, ...]:
     return _names(propose(cuts, count, run))
 
 
-def _names(chosen: Sequence[CutPoint]) -> tuple[str, ...]:
+def _names(cuts: Sequence[CutPoint]) -> tuple[str, ...]:
     """Return the outermost name of each cut that contains no other cut."""
     names = []
-    for cut in chosen:
-        other_paths = [path for other in chosen if other is not cut for path in other.paths]
+    for cut in cuts:
+        inner_paths = [path for inner in cuts if inner is not cut for path in inner.paths]
         free = [
             path
             for path in cut.paths
-            if not any(other.startswith(f"{path}.") for other in other_paths)
+            if not any(inner.startswith(f"{path}.") for inner in inner_paths)
         ]
         names.append(min(reversed(free or cut.paths), key=lambda path: path.count(".")))
     return tuple(names)
@@ -397,8 +401,8 @@ def _own_plan(module: nn.Module, inputs: tuple[Any, ...], count: int) -> Plan:
         if shape != full_shape:
             raise TraceError(
                 f"{kind} declares {count} stages that it runs itself; forward_stage({number}, …) "
-                "returns a tensor of "
-                f"shape {shape}. The shape of what forward returns, {full_shape}, would work."
+                f"returns a tensor of shape {shape}. The shape of what forward returns, "
+                f"{full_shape}, would work."
             )
         stages.append(Stage("", None, _uses(runs, "")))
     return Plan(tuple(stages))

@@ -120,11 +120,11 @@ def alone(
     return family.alone(next(iter(variants))), stripped, renamed_states
 
 
-def _stripped(net: Submodel, lead: str) -> Submodel:
+def _stripped(net: Submodel, prefix: str) -> Submodel:
     """Return a sub-model without the prefix of its net."""
-    widths = tuple((axis.removeprefix(lead), width) for axis, width in net.arch.widths)
-    index = Index({axis.removeprefix(lead): positions for axis, positions in net.index.items()})
-    trains = tuple(part for part in net.arch.trains if f"{part}." != lead)
+    widths = tuple((axis.removeprefix(prefix), width) for axis, width in net.arch.widths)
+    index = Index({axis.removeprefix(prefix): positions for axis, positions in net.index.items()})
+    trains = tuple(part for part in net.arch.trains if f"{part}." != prefix)
     return replace(net, arch=Arch(widths, WHOLE, trains), index=index)
 
 
@@ -176,29 +176,28 @@ def _check_names(names: Sequence[str]) -> None:
     if not names:
         raise TraceError(
             "a union of no nets was asked for; one or more traced models by name would work: "
-            'fq.union({"small": '
-            'fq.trace(module, example), "big": …}).'
+            'fq.union({"small": fq.trace(module, example), "big": …}).'
         )
     for name in names:
-        asked = f"a union with a net named {name!r} was asked for"
+        request = f"a union with a net named {name!r} was asked for"
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise TraceError(
-                f"{asked}; names consist of letters, digits, '_' and '-', because '.', '/' and '+' "
-                "stand between names in a federation's state."
+                f"{request}; names consist of letters, digits, '_' and '-', because '.', '/' and "
+                "'+' separate names in a federation's state."
             )
         if names.count(name) > 1:
             raise TraceError(
-                f"{asked} {names.count(name)} times; every net needs a name of its own, such as "
+                f"{request} {names.count(name)} times; every net needs a name of its own, such as "
                 f"{name}_1 and {name}_2."
             )
         if name == WHOLE:
             raise TraceError(
-                f"{asked}; {WHOLE!r} is the name of the first net as a variant. Another name would "
-                "work, such as 'first'."
+                f"{request}; {WHOLE!r} is the name of the first net as a variant. Another name "
+                "would work, such as 'first'."
             )
         if hasattr(Nets, name):
             raise TraceError(
-                f"{asked}; nn.Module has an attribute of that name. {name}_net would work."
+                f"{request}; nn.Module has an attribute of that name. {name}_net would work."
             )
 
 
@@ -211,11 +210,9 @@ def _check_kinds(nets: Mapping[str, Family]) -> None:
                 "model would work: fq.trace(module, example)."
             )
         if family.layout.variants:
-            kind = (
-                "a union itself"
-                if family.layout.nets
-                else f"a model with the variants {', '.join(family.variants)}"
-            )
+            kind = f"a model with the variants {', '.join(family.variants)}"
+            if family.layout.nets:
+                kind = "a union itself"
             raise TraceError(
                 f"a union was asked for, whose net {name!r} is {kind}; traced models without "
                 "variants would work. Give all nets to one union, and trace modules without stages."

@@ -13,38 +13,45 @@ _MACHINERY = set(vars(nn.Module()))  # Attributes of every module, such as hooks
 
 def attributes(module: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
     """Yield every number that a module keeps, as (path, container, key in it, value)."""
-    seen: set[int] = set()
-    for path, layer in module.named_modules():
+    visited: set[int] = set()
+    for layer_path, layer in module.named_modules():
         for name, attribute in list(vars(layer).items()):
             if name not in _MACHINERY:
-                yield from _numbers(
-                    f"{path}.{name}" if path else name, vars(layer), name, attribute, seen
-                )
+                path = f"{layer_path}.{name}" if layer_path else name
+                yield from _numbers(path, vars(layer), name, attribute, visited)
 
 
 def _numbers(
-    path: str, holder: Any, key: Any, held: Any, seen: set[int]
+    path: str, holder: Any, key: Any, value: Any, visited: set[int]
 ) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield the numbers in one attribute, and in configurations that it holds."""
-    sizes = type(held) in (tuple, list) and all(type(item) is int for item in held)
-    if sizes or type(held) in (int, float):
-        yield path, holder, key, held
+    """Yield the numbers in one attribute, and in configurations that it holds.
+
+    Args:
+        path: Path of the attribute.
+        holder: Container that has the value under `key`.
+        key: Key or name of the attribute.
+        value: Value of the attribute.
+        visited: Ids of configurations whose numbers were yielded. New ones are added.
+    """
+    is_sizes = type(value) in (tuple, list) and all(type(item) is int for item in value)
+    if is_sizes or type(value) in (int, float):
+        yield path, holder, key, value
         return
-    settings = _settings(held)
-    if settings is not None and id(held) not in seen:
-        seen.add(id(held))  # Layers may share it. Its first path counts.
+    settings = _settings(value)
+    if settings is not None and id(value) not in visited:
+        visited.add(id(value))  # Layers may share it. Its first path counts.
         for name, item in list(settings.items()):
-            yield from _numbers(f"{path}.{name}", settings, name, item, seen)
+            yield from _numbers(f"{path}.{name}", settings, name, item, visited)
 
 
-def _settings(held: Any) -> dict[str, Any] | None:
+def _settings(value: Any) -> dict[str, Any] | None:
     """Return the entries of a configuration, or None if an object is none.
 
     A configuration is a dictionary with names as keys, or an object that only holds attributes.
     """
-    if type(held) is dict:
-        return held if all(isinstance(key, str) and key.isidentifier() for key in held) else None
-    passive = not isinstance(held, (nn.Module, Tensor, type, types.ModuleType)) and not callable(
-        held
-    )
-    return vars(held) if passive and hasattr(held, "__dict__") else None
+    if type(value) is dict:
+        has_names = all(isinstance(key, str) and key.isidentifier() for key in value)
+        return value if has_names else None
+    if isinstance(value, (nn.Module, Tensor, type, types.ModuleType)) or callable(value):
+        return None
+    return vars(value) if hasattr(value, "__dict__") else None

@@ -136,16 +136,19 @@ def _mismatch(
     inputs: tuple[Any, ...],
     traced: Traced,
     layout: Layout,
-    chosen: Mapping[str, int],
+    cut_widths: Mapping[str, int],
     numbers: Numbers,
 ) -> Mismatch | None:
-    """Return the call in which the member with the chosen widths does not follow its axes."""
+    """Return the call in which a member does not follow its axes. None: there is none.
+
+    `cut_widths` has the axes of which the member has fewer channels than the module.
+    """
     constants = {
         name: buffer
         for name, buffer in small_constants(module).items()
         if all(isinstance(dim, int) for dim in layout.dims[name])
     }
-    widths = {**layout.sizes, **chosen}
+    widths = {**layout.sizes, **cut_widths}
     member = build(module, layout, widths)
     for run in traced.runs:
         try:

@@ -53,9 +53,9 @@ class Numbers:
     varying: set[tuple[Call, int]] = field(default_factory=set)  # (call, position)
     complete: bool = False  # True once members of all kinds of widths have run
 
-    def difference(self, call: Call, other: Call) -> str | None:
+    def difference(self, call: Call, member_call: Call) -> str | None:
         """Describe the number of a member's call that differs, or learn that it varies."""
-        pairs = zip(self._of(call), self._of(other), strict=False)
+        pairs = zip(self._of(call), self._of(member_call), strict=False)
         different = [
             (position, expected, actual)
             for position, (expected, actual) in enumerate(pairs)
@@ -121,10 +121,10 @@ def compare(
                     call, f"the member gets shape {member_value.shape}, its axes say {predicted}"
                 )
             for mark, dim in value.marks.items():
-                actual, expected_number = number_at(member_call, mark), traced.predict(dim, widths)
-                if actual is not None and actual != expected_number:
+                number, expected_number = number_at(member_call, mark), traced.predict(dim, widths)
+                if number is not None and number != expected_number:
                     return Mismatch(
-                        call, f"the member has the number {actual}, its axes say {expected_number}"
+                        call, f"the member has the number {number}, its axes say {expected_number}"
                     )
     return None
 
@@ -186,11 +186,11 @@ class _Sources:
     def _original(self, value: Value) -> Value:
         return self._originals.get(value, value)
 
-    def difference(self, call: Call, other: Call) -> str | None:
+    def difference(self, call: Call, member_call: Call) -> str | None:
         """Describe what the member's call is computed from, if it differs from the module's."""
-        if len(call.inputs) != len(other.inputs):
-            return f"{len(other.inputs)} tensors, not {len(call.inputs)}"
-        for value, member_value in zip(call.inputs, other.inputs, strict=True):
+        if len(call.inputs) != len(member_call.inputs):
+            return f"{len(member_call.inputs)} tensors, not {len(call.inputs)}"
+        for value, member_value in zip(call.inputs, member_call.inputs, strict=True):
             value, member_value = self._original(value), self._original(member_value)
             if value.constant or member_value.constant:
                 continue
@@ -199,7 +199,7 @@ class _Sources:
                 or self._partners.setdefault(value, member_value) is not member_value
             ):
                 return repr(member_value.weight) if member_value.weight else "another tensor"
-        self._partners.update(zip(call.outs, other.outs, strict=False))
+        self._partners.update(zip(call.outs, member_call.outs, strict=False))
         return None
 
 

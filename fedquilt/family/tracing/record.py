@@ -151,9 +151,9 @@ def record(module: nn.Module, inputs: tuple[Any, ...], options: RunOptions) -> R
 
 def _forget_frames(error: BaseException | None) -> None:
     """Drop the frames of an exception and its causes, whose variables hold tensors of the run."""
-    seen: list[BaseException] = []  # An error may be its own cause (`raise error from error`).
-    while error is not None and error not in seen:
-        seen.append(error)
+    visited: list[BaseException] = []  # An error may be its own cause (`raise error from error`).
+    while error is not None and error not in visited:
+        visited.append(error)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 

@@ -63,14 +63,14 @@ def _under(layout: Layout, name: str) -> Iterator[str]:
             yield first
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def _nearest(name: str, choices: Sequence[str]) -> str:
     """Return a sentence with the most similar names."""
-    known = list(dict.fromkeys(known))
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    choices = list(dict.fromkeys(choices))
+    close = difflib.get_close_matches(name, choices, n=3, cutoff=0.4)
     return (
         f" Nearest: {', '.join(map(repr, close))}."
         if close
-        else f" There are {', '.join(map(repr, known[:8]))}."
+        else f" There are {', '.join(map(repr, choices[:8]))}."
     )
 
 

@@ -172,13 +172,14 @@ class Scale(float):
 
 
 def _poly(value: int) -> Poly:
+    """Return a number as a polynomial. A number without an origin is a constant."""
     return value.poly if isinstance(value, Size) else {(): Fraction(value)}
 
 
-def _times(one: Powers, two: Powers) -> Powers:
+def _times(a: Powers, b: Powers) -> Powers:
     """Multiply two monomials."""
-    powers = dict(one)
-    for leaf, power in two:
+    powers = dict(a)
+    for leaf, power in b:
         powers[leaf] = powers.get(leaf, 0) + power
     return tuple(sorted(((leaf, power) for leaf, power in powers.items() if power), key=_rank))
 
@@ -287,45 +288,14 @@ def _unguarded(func: types.FunctionType) -> Callable[..., Any]:
     return copy
 
 
-_ARITHMETIC = {
-    *(
-        "mul",
-        "div",
-        "true_divide",
-        "divide",
-        "multiply",
-        "add",
-        "sub",
-        "pow",
-        "rsub",
-        "mul_",
-        "div_",
-        "add_",
-        "sub_",
-    ),
-    *(
-        "__mul__",
-        "__rmul__",
-        "__truediv__",
-        "__rtruediv__",
-        "__div__",
-        "__rdiv__",
-        "__imul__",
-        "__itruediv__",
-    ),
-    *(
-        "__add__",
-        "__radd__",
-        "__sub__",
-        "__rsub__",
-        "__pow__",
-        "__rpow__",
-        "softmax",
-        "baddbmm",
-        "clamp",
-    ),
-}
-_Use = Callable[..., None]
+# Arithmetic functions and operators of torch: a size among their arguments becomes a number.
+_ARITHMETIC_NAMES = (
+    "mul div true_divide divide multiply add sub pow rsub mul_ div_ add_ sub_ "
+    "__mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __imul__ __itruediv__ "
+    "__add__ __radd__ __sub__ __rsub__ __pow__ __rpow__ softmax baddbmm clamp"
+)
+_ARITHMETIC = frozenset(_ARITHMETIC_NAMES.split())
+_Use = Callable[..., None]  # (trail, result, *args, **kwargs) of a call
 # Functions that note which arguments are lengths of the result, by the name of torch's function
 _USES: dict[str, _Use] = {}
 
@@ -390,10 +360,8 @@ def _narrowed(trail: Trail, out: Tensor, x: Tensor, dim: int, start: int, length
 @_use("__getitem__")
 def _indexed(trail: Trail, out: Tensor, x: Tensor, index: Any) -> None:
     entries = list(index) if isinstance(index, tuple) else [index]
-    if not any(
-        isinstance(e, slice) and any(isinstance(n, Size) for n in (e.start, e.stop))
-        for e in entries
-    ):
+    slices = [entry for entry in entries if isinstance(entry, slice)]
+    if not any(isinstance(end, Size) for entry in slices for end in (entry.start, entry.stop)):
         return
     if any(isinstance(entry, (Tensor, list)) for entry in entries):
         return  # Advanced indexing moves dimensions. The later check covers its result.
