@@ -123,8 +123,9 @@ def test_frozen_recurrent_layers_save_nothing(monkeypatch):
 
 
 def test_operations_of_a_count_do_not_grow_with_the_time_steps():
-    """A count of 400 time steps takes as many operations as one of 8. All are run by `torch.gru`
-    otherwise.
+    """A count of 400 time steps takes as many operations as one of 8.
+
+    `torch.gru` itself would run all steps.
     """
     steps = []
 
@@ -202,7 +203,7 @@ def test_a_search_counts_few_of_512_members(bound, counted):
 
 @pytest.mark.parametrize("power", [0.1, 1, 3, 20])
 def test_the_search_is_right_where_its_line_is_wrong(power):
-    """Twice as many members as bisection counts are the most, wherever the answer is."""
+    """The search counts at most twice as many members as bisection, whatever the result."""
     count = 300
     needs = [int(1e6 * ((place + 1) / count) ** power) for place in range(count)]
     for limit in (

@@ -44,7 +44,7 @@ def pure(module: nn.Module, scaled: Scaled = Scaled()) -> tuple[Net, dict[str, T
 # --- norm statistics ----------------------------------------------------------------------------
 
 
-def test_batch_statistics_are_torchs_in_training_and_move_nothing():
+def test_batch_statistics_equal_torchs_in_training_and_change_nothing():
     norm = nn.BatchNorm2d(3)
     net, state = pure(norm)
     expected = F.batch_norm(images(), None, None, training=True)
@@ -108,7 +108,7 @@ def test_measured_statistics_averaged_are_torchs_cumulative_ones():
         torch.testing.assert_close(mean, getattr(theirs, name), rtol=0, atol=1e-14)
 
 
-def test_a_norm_without_momentum_tracks_or_says_what_to_do():
+def test_a_norm_without_momentum_is_refused_with_a_remedy():
     """torch's momentum=None averages cumulatively, which needs a count that a federation does not
     carry.
     """
@@ -230,7 +230,7 @@ def own_norm(name: str) -> tuple[nn.Module, Net, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", OWN_NORMS)
-def test_a_norm_of_ones_own_is_itself_in_training(name):
+def test_a_custom_norm_computes_the_same_in_training(name):
     module, net, state = own_norm(name)
     before = {key: value.clone() for key, value in state.items()}
     expected = module.train()(images())
@@ -244,7 +244,7 @@ def test_a_norm_of_ones_own_is_itself_in_training(name):
 
 
 @pytest.mark.parametrize("name", OWN_NORMS)
-def test_a_norm_of_ones_own_is_itself_in_evaluation(name):
+def test_a_custom_norm_computes_the_same_in_evaluation(name):
     module, net, state = own_norm(name)
     by_batch = copy.deepcopy(module).train()(images())
     found, seen = net(state, images(), Pass(statistics="stored"))
@@ -262,7 +262,7 @@ def test_a_norm_of_ones_own_is_itself_in_evaluation(name):
 
 @pytest.mark.parametrize("statistics", ["batch", "track"])
 @pytest.mark.parametrize("name", OWN_NORMS)
-def test_a_stack_of_norms_of_ones_own_is_each_by_itself(name, statistics):
+def test_custom_norms_in_a_stack_compute_what_each_computes_alone(name, statistics):
     _, net, state = own_norm(name)
     weights = {key: value for key, value in state.items() if value.is_floating_point()}
     if statistics == "batch":  # a policy that stores none sends none
@@ -331,7 +331,7 @@ def test_a_frozen_norm_needs_statistics_and_keeps_them(kind):
         net(weights, images(), TRAIN)
 
 
-def test_a_norm_that_normalises_by_hand_is_refused():
+def test_a_norm_that_normalizes_by_hand_is_refused():
     class ByHand(nn.BatchNorm2d):
         def forward(self, x: Tensor) -> Tensor:
             return (x - x.mean((0, 2, 3), keepdim=True)) / x.std((0, 2, 3), keepdim=True)
@@ -341,7 +341,7 @@ def test_a_norm_that_normalises_by_hand_is_refused():
         net(state, images(), TRAIN)
 
 
-def test_pooling_of_ones_own_keeps_its_forward():
+def test_custom_pooling_keeps_its_forward():
     class Both(nn.AdaptiveAvgPool2d):
         def forward(self, x: Tensor) -> Tensor:
             return torch.cat([super().forward(x), F.adaptive_max_pool2d(x, self.output_size)], 1)
@@ -351,7 +351,7 @@ def test_pooling_of_ones_own_keeps_its_forward():
     torch.testing.assert_close(net(state, images())[0].flatten(1), expected, rtol=0, atol=1e-14)
 
 
-def test_a_class_that_adds_a_constructor_alone_is_torchs():
+def test_a_class_that_adds_only_a_constructor_counts_as_torchs():
     class Wide(nn.BatchNorm2d):
         def __init__(self) -> None:
             super().__init__(3, eps=0.1)
@@ -362,7 +362,7 @@ def test_a_class_that_adds_a_constructor_alone_is_torchs():
     assert [is_stock(layer) for layer in layers] == [True, True, False, False, True]
 
 
-def test_a_parametrization_leaves_a_class_what_it_is():
+def test_a_parametrized_layer_keeps_its_kind():
     layers = [weight_norm(layer) for layer in (nn.Linear(2, 3), NormReLU(3, affine=True))]
     assert [is_stock(layer) for layer in layers] == [True, False]
 
@@ -406,12 +406,12 @@ def test_dropout_is_keyed_unbiased_and_the_same_in_a_stack(p):
     assert torch.equal(stacked[1], net({}, ones, TRAIN, KEY + 1)[0])
 
 
-def test_dropout_is_silent_outside_of_training():
+def test_dropout_has_no_effect_outside_of_training():
     net, _ = pure(nn.Sequential(nn.Dropout(0.5), nn.Dropout2d(0.5)))
     assert torch.equal(net({}, images())[0], images())
 
 
-def test_two_layers_draw_noise_of_their_own():
+def test_two_layers_draw_different_noise():
     net, _ = pure(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)))
     once, _ = pure(nn.Dropout(0.5))
     ones = torch.ones(1000, dtype=torch.float64)
@@ -480,7 +480,7 @@ def _in_place(x: Tensor, p: float) -> Tensor:
     return mask
 
 
-def test_a_shared_buffer_cannot_hold_a_stacks_noise_unnoticed():
+def test_noise_of_a_stack_in_a_shared_buffer_is_noticed():
     """Drawing into a fresh buffer is fine if its result is used; the buffer itself would be one
     client's for all.
     """
@@ -515,7 +515,7 @@ def test_noise_that_cannot_be_keyed_is_refused_by_name(draw, name):
         net({}, torch.ones(3), TRAIN, KEY)
 
 
-def test_a_net_keeps_nothing_that_belongs_to_a_gradient():
+def test_a_net_keeps_no_tensor_of_a_gradient():
     """What is made inside of one is of no use afterwards, and inside of another it fails."""
 
     class Fixed(nn.Module):
@@ -547,7 +547,7 @@ def test_noise_outside_of_training_is_refused():
 @pytest.mark.parametrize(
     ("causal", "mask"), [(False, None), (True, None), (False, "bool"), (False, "float")]
 )
-def test_attention_written_out_is_torchs(causal, mask):
+def test_explicit_attention_equals_torchs(causal, mask):
     q, k, v = (
         torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(i)).double()
         for i in range(3)
@@ -586,7 +586,7 @@ class Encoder(nn.Module):
         return self.head((x + mixed).mean(1))
 
 
-def test_torchs_attention_is_itself_in_evaluation():
+def test_torchs_attention_is_unchanged_in_evaluation():
     model = Encoder().double().eval()
     inputs = torch.randn(3, 5, 3, dtype=torch.float64)
     expected = model(inputs).detach()
@@ -710,7 +710,7 @@ def _blanked(x: Tensor) -> Tensor:
         (lambda x: x.flatten(1).mul_(2), lambda x: 2 * x),
     ],
 )
-def test_a_net_may_begin_in_place_and_changes_nobodys_inputs(begin, apart, stacked_first, train):
+def test_a_net_that_begins_in_place_does_not_change_its_inputs(begin, apart, stacked_first, train):
     (net, state), (truth, _) = pure(Rewrites(begin)), pure(Rewrites(apart))
     inputs, given = images()[:, 0, :, 0].repeat(2, 1, 1), images()[:, 0, :, 0].repeat(2, 1, 1)
 

@@ -106,7 +106,7 @@ def test_a_stage_ends_after_the_hooks_of_its_last_module() -> None:
     )
 
 
-def test_own_initial_weights_are_those_without_stages() -> None:
+def test_stages_do_not_change_the_initial_weights_of_the_module() -> None:
     factory = cast(Callable[[], nn.Module], fq.with_stages(Net, 2).resolve((ROW,)))
     torch.manual_seed(5)
     made = factory()
@@ -329,7 +329,7 @@ def test_the_stages_of_a_u_net_are_shallower_u_nets(dims: int) -> None:
 
 
 @pytest.mark.parametrize("dims", [2, 3])
-def test_asymmetric_stages_of_a_u_net_have_the_input_s_size(dims: int) -> None:
+def test_asymmetric_stages_of_a_u_net_have_the_size_of_the_input(dims: int) -> None:
     x = torch.randn(2, 1, *(8,) * dims)
     made = grown(UNet(dims, width=4, depth=3, groups=2), x, "asymmetric")
     for name in made.variants:

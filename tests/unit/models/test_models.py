@@ -267,7 +267,7 @@ def test_group_norm_and_no_norm_are_options(name: str) -> None:
         assert not any(isinstance(module, nn.BatchNorm2d) for module in modules)
 
 
-def test_what_does_not_exist_is_refused() -> None:
+def test_unknown_options_are_refused() -> None:
     with pytest.raises(ValueError, match="batch, group or none"):
         models.resnet18(norm="layer")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="6n \\+ 4"):

@@ -1,6 +1,4 @@
-"""Cut points, written down by hand for modules that are in no list, and the stages that are
-proposed from them.
-"""
+"""Cut points of modules, compared with those found by hand, and stages proposed from them."""
 
 from __future__ import annotations
 
@@ -146,7 +144,7 @@ class WritesThroughViews(nn.Module):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-def test_cuts_are_where_they_were_found_by_hand(
+def test_cut_points_are_those_found_by_hand(
     module: nn.Module, inputs: Tensor, names: list[str]
 ) -> None:
     assert cut_names(module, inputs) == names
