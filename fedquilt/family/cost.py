@@ -54,12 +54,13 @@ class Cost:
 class TrainingStep:
     """The properties of a client's local step that determine how much memory it needs.
 
-    The memory is that of a device which updates its weights in place: weights, gradients, optimizer
-    slots, and the activations that the backward pass reads. Workspaces of single operations are not
-    counted.
+    `Family.fit` takes a step to read a budget of memory as a budget of training, and `Family.cost`
+    to count that memory. It is the memory of a device which updates its weights in place: weights,
+    gradients, optimizer slots, and the activations that the backward pass reads. Workspaces of
+    single operations are not counted.
 
     Args:
-        batch_size: Samples per step.
+        batch_size: Number of samples of a step.
         slots: Tensors per weight besides its gradient: 0 for SGD, 1 for SGD with momentum, 2 for
             Adam. A proximal term needs one more, the weights that were received.
         precision: Precision of the run. With `bf16`, activations take half, and a bf16 copy of the
@@ -69,6 +70,15 @@ class TrainingStep:
         nested: Shares of nested nets whose activations are kept as well. A share that runs twice is
             listed twice. Nets that are no narrower than the member are left out.
         most: Number of nets of `nested` that one step runs. The widest ones are counted. None: all.
+
+    Example:
+        >>> import fedquilt as fq
+        >>> import torch
+        >>> family = fq.trace(torch.nn.Linear(4, 2), torch.zeros(1, 4))
+        >>> family.cost(family.whole, fq.TrainingStep(batch_size=8, slots=0)).memory
+        208
+        >>> family.cost(family.whole, fq.TrainingStep(batch_size=8, slots=2)).memory  # Adam
+        288
     """
 
     batch_size: int = 32

@@ -120,11 +120,9 @@ class Member:
     def constants(self) -> dict[str, Tensor]:
         """Return the buffers that are neither statistics nor cut, by name."""
         buffers = self.family.constants
-        return (
-            {name: buffers[name] for name in self.names if name in buffers}
-            if self.family.layout.nets
-            else buffers
-        )
+        if not self.family.layout.nets:
+            return buffers
+        return {name: buffers[name] for name in self.names if name in buffers}
 
     @property
     def parts(self) -> Mapping[str, tuple[str, ...]]:

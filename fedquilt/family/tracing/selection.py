@@ -67,11 +67,9 @@ def _nearest(name: str, choices: Sequence[str]) -> str:
     """Return a sentence with the most similar names."""
     choices = list(dict.fromkeys(choices))
     close = difflib.get_close_matches(name, choices, n=3, cutoff=0.4)
-    return (
-        f" Nearest: {', '.join(map(repr, close))}."
-        if close
-        else f" There are {', '.join(map(repr, choices[:8]))}."
-    )
+    if close:
+        return f" Nearest: {', '.join(map(repr, close))}."
+    return f" There are {', '.join(map(repr, choices[:8]))}."
 
 
 def weights_of_variants(

@@ -47,11 +47,9 @@ class Equation:
         """Return the dimension. None: no rule has described the tensor."""
         if not self.value.known:
             return None
-        return (
-            self.value.dims[self.mark]
-            if isinstance(self.mark, int)
-            else self.value.marks.get(self.mark)
-        )
+        if isinstance(self.mark, int):
+            return self.value.dims[self.mark]
+        return self.value.marks.get(self.mark)
 
 
 class Size(int):

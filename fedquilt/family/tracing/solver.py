@@ -100,11 +100,9 @@ def _layer_sizes(
         if isinstance(layer, nn.Linear):
             names = ["out_features", "in_features"]
         elif isinstance(layer, _ConvNd) and layer.groups == 1:
-            names = (
-                ["in_channels", "out_channels"]
-                if layer.transposed
-                else ["out_channels", "in_channels"]
-            )
+            names = ["out_channels", "in_channels"]
+            if layer.transposed:
+                names.reverse()
         else:
             continue
         prefix = f"{path}." if path else ""

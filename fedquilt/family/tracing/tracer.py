@@ -29,7 +29,7 @@ from fedquilt.family.tracing.pinning import (
     settle_output,
 )
 from fedquilt.family.tracing.record import rehearse
-from fedquilt.family.tracing.run import Run, layer_name
+from fedquilt.family.tracing.run import Call, Run, layer_name
 from fedquilt.family.tracing.selection import fix_axes, weights_of_parts, weights_of_variants
 from fedquilt.family.tracing.sizes import Trail
 from fedquilt.family.tracing.solver import solve_sizes
@@ -71,9 +71,11 @@ def trace_layout(
 def trace_runs(
     module: nn.Module, inputs: tuple[Any, ...], heads: Heads, class_dim: int | None
 ) -> Traced:
-    """Run every variant of a module symbolically, and derive its axes from the runs.
+    """Run every variant of a module on tensors without data, and derive its axes from the runs.
 
-    No member is built to check them.
+    Every dimension of every weight starts as an axis of its own, an atom. The calls of the runs say
+    which of them must be cut together (they are unified) and which must not be cut (they are
+    pinned). The atoms that remain are the axes. No member is built to check them.
 
     Args:
         module: The module, which does not change.
@@ -81,7 +83,11 @@ def trace_runs(
         heads: "inside": attention is cut inside each head. "whole": whole heads are cut.
         class_dim: Dimension of the output that has the classes. None: it is guessed from the
             inputs.
+
+    Raises:
+        TraceError: The module cannot be traced.
     """
+    # 1. Run the module, with an atom for each dimension of a weight.
     _refuse(module)
     rehearse(module, inputs)
     ties = _ties(module)
@@ -93,22 +99,24 @@ def trace_runs(
     }
     trail, facts = Trail(), Facts()
     runs = _runs(module, weights, inputs, trail, facts)
+    used = first_uses(runs)
+
+    # 2. Unify dimensions that must be cut together.
     outputs = layer_outputs(module, weights)
     causes = apply_rules(runs, outputs, facts)
     pin_projected(module, weights, ties)
     sizes = solve_sizes(module, weights, trail, facts)
+
+    # 3. Pin dimensions that must not be cut.
     class_dim = settle_output(runs, inputs, class_dim, facts)
-    used = first_uses(runs)
-    for dim in (dim for name, dims in weights.items() if name not in used for dim in dims):
-        pin(dim)
+    for name, dims in weights.items():
+        if name not in used:
+            for dim in dims:
+                pin(dim)
     settle(facts, heads)
     pin_unproduced(module, weights, used, facts)
-    facts.notes += [
-        f"Python reads a constant in {line}: every member takes that branch"
-        for line in runs[0].reads
-    ]
-    unused = ", ".join(name for name, _ in module.named_parameters() if name not in used)
-    facts.notes += [f"nothing is computed from {unused}: never cut"] if unused else []
+
+    # 4. Name the atoms that remain, and write all dimensions as expressions of them.
     names = name_axes(module, runs[0].output.dims[class_dim], weights, used)
     axes = {
         name: Axis(
@@ -121,15 +129,12 @@ def trace_runs(
         for axis_atom, name in names.items()
     }
     free = {name for name, axis in axes.items() if not axis.fixed}
-    uncut = ", ".join(
-        f"{layer} (because of {causes[name]})" if name in causes else layer
-        for name, (layer, out_channels) in outputs.items()
-        if name in used and is_plain(out_channels)
-    )
-    facts.notes += (
-        [f"no axis reaches the outputs of {uncut}: every member has all of them"] if uncut else []
-    )
     attributes = {path: expression(dim, names) for path, dim in sizes.items()}
+    notes = [
+        *facts.notes,
+        *_unused_notes(module, runs[0], used),
+        *_uncut_notes(outputs, used, causes),
+    ]
     layout = Layout(
         axes=axes,
         dims={
@@ -139,9 +144,40 @@ def trace_runs(
         attributes={path: expr for path, expr in attributes.items() if free & set(axes_in(expr))},
         variants=weights_of_variants(module, runs, weights),
         class_dim=class_dim,
-        notes=tuple(dict.fromkeys(facts.notes)),
+        notes=tuple(dict.fromkeys(notes)),
     )
     return Traced(layout, runs, names, facts.unlike)
+
+
+def _unused_notes(module: nn.Module, run: Run, used: Sequence[str]) -> list[str]:
+    """Return sentences about constants that Python reads, and about weights without a use."""
+    notes = [
+        f"Python reads a constant in {line}: every member takes that branch" for line in run.reads
+    ]
+    unused = ", ".join(name for name, _ in module.named_parameters() if name not in used)
+    if unused:
+        notes.append(f"nothing is computed from {unused}: never cut")
+    return notes
+
+
+def _uncut_notes(
+    outputs: Mapping[str, tuple[str, Dim]], used: Sequence[str], causes: Mapping[str, Call]
+) -> list[str]:
+    """Return a sentence about the layers whose outputs are never cut, if there are any.
+
+    Args:
+        outputs: Name and output dimension of each layer, by the name of its weight.
+        used: Names of the weights that a run computes with.
+        causes: Call that pinned the outputs of a layer, by the name of its weight.
+    """
+    layers = []
+    for name, (layer, out_channels) in outputs.items():
+        if name in used and is_plain(out_channels):
+            cause = f" (because of {causes[name]})" if name in causes else ""
+            layers.append(f"{layer}{cause}")
+    if not layers:
+        return []
+    return [f"no axis reaches the outputs of {', '.join(layers)}: every member has all of them"]
 
 
 def _refuse(module: nn.Module) -> None:
