@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedquilt.family.dual import adjustables
 from fedquilt.family.recurrent import SHORT, RecurrentCall
 from fedquilt.family.tracing.record import RunOptions, record
-from fedquilt.family.tracing.recorder import SMALL
+from fedquilt.family.tracing.recorder import MAX_CONSTANT_SIZE
 from fedquilt.family.tracing.run import RunError
 from fedquilt.hardware.precision import DTYPES, Precision
 
@@ -201,7 +201,7 @@ def _readable(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
     small = {
         name: value
         for name, value in constants.items()
-        if value.numel() <= SMALL and not value.is_meta
+        if value.numel() <= MAX_CONSTANT_SIZE and not value.is_meta
     }
     return {name: value.to(_float32(value.dtype)) for name, value in small.items()}
 

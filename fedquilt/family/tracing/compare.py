@@ -116,7 +116,7 @@ def compare(
             return Mismatch(call, "the member takes the variance of too few values")
         for value, member_value in zip(call.outs, member_call.outs, strict=False):
             predicted = tuple(traced.predict(dim, widths) for dim in value.dims)
-            if value.known and predicted != member_value.shape:
+            if value.described and predicted != member_value.shape:
                 return Mismatch(
                     call, f"the member gets shape {member_value.shape}, its axes say {predicted}"
                 )

@@ -100,7 +100,8 @@ class RunOptions:
     """Options of a run that is recorded.
 
     Args:
-        known: Returns True for operations that are recorded as they are. Others are decomposed.
+        is_recorded: Returns True for operations that are recorded as they are. Others are
+            decomposed.
         weights: Dimensions of the weights, by name. All other weights have plain sizes.
         follower: Context that observes the run. None: there is none.
         constants: Buffers whose values Python may read, by name. All members must have the same.
@@ -110,7 +111,7 @@ class RunOptions:
         variant: Variant that runs. None: the one that was chosen last.
     """
 
-    known: Callable[[OpOverload], bool]
+    is_recorded: Callable[[OpOverload], bool]
     weights: Mapping[str, tuple[Dim, ...]] = field(default_factory=dict)
     follower: Follower | None = None
     constants: Mapping[str, Tensor] = field(default_factory=dict)
@@ -132,7 +133,7 @@ def record(module: nn.Module, inputs: tuple[Any, ...], options: RunOptions) -> R
         TraceError: The module keeps a result where it outlives the run.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(options.known, options.train and not options.grad)
+    recorder = Recorder(options.is_recorded, options.train and not options.grad)
     try:
         run = _run(recorder, mode, module, inputs, options)
     except RunError as failure:
@@ -209,7 +210,7 @@ def _run(
             raise RunError(recorder.calls, recorder.failed or "", line_of(error)) from error
     return Run(
         recorder.calls,
-        recorder.taken(output),
+        recorder.read_values(output),
         recorder.reads,
         options.train,
         options.variant or WHOLE,

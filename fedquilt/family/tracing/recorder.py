@@ -25,26 +25,37 @@ from fedquilt.family.recurrent import SHORT, RecurrentCall
 from fedquilt.family.staged import StageEnd
 from fedquilt.family.tracing.run import Call, Value, Visit, layer_name
 
-TORCH = str(Path(torch.__file__).parent)
-HERE = str(Path(__file__).parents[1])  # fedquilt/family
-_LRU = type(cache(len))
-SMALL = 2**20  # Elements up to which the values of a constant are computed while tracing
+TORCH_FOLDER = str(Path(torch.__file__).parent)
+FAMILY_FOLDER = str(Path(__file__).parents[1])  # fedquilt/family
+_LRU = type(cache(len))  # Type of functions with a cache
+MAX_CONSTANT_SIZE = (
+    2**20
+)  # Elements up to which the values of a constant are computed while tracing
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that records every ATen call with a rule, and decomposes all other calls."""
+    """A context that records every ATen call with a rule, and decomposes all other calls.
 
-    def __init__(self, known: Callable[[OpOverload], bool], train: bool) -> None:
+    Values of constants are computed along the way, because Python may read them: a mask, or a
+    counter of positions. Other tensors have no data.
+
+    Args:
+        is_recorded: Returns True for operations that are recorded as they are.
+        train: True: single random numbers count as constants, because in training they decide
+            whether a layer is skipped.
+    """
+
+    def __init__(self, is_recorded: Callable[[OpOverload], bool], train: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.known = known
+        self.is_recorded = is_recorded
         self.train = train
         # Values of the tensors that depend on no input and no weight, by id
         self.constants: dict[int, Tensor] = {}
         self.reads: list[str] = []  # Lines in which Python read one of them
         self.calls: list[Call] = []
-        self.layers: list[str] = [""]
+        self.layers: list[str] = [""]  # Names of the modules that are running, outermost first
         self.visits: list[Visit] = []  # Executions that have ended
-        self.open_visits: list[Visit] = []
+        self.open_visits: list[Visit] = []  # Executions that have not ended, outermost first
         self.failed: str | None = None  # Innermost layer that an exception passed
         self._values: dict[int, Value] = {}
         self._alive: list[Tensor] = []  # Tensors are kept, so that no id is used twice
@@ -71,7 +82,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if op.namespace == "prim":
             return op(*args, **kwargs)  # It asks for a device, for example, and returns no tensor.
-        if not self.known(op):
+        if not self.is_recorded(op):
             for take_apart in (_decompositions().get(op), getattr(op, "decompose", None)):
                 if take_apart is not None:
                     with self:
@@ -84,7 +95,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._compute(op, args, kwargs)
         out = _run_op(op, args, kwargs)
         tensors = tensors_in(out)
-        if constant and all(tensor.numel() <= SMALL for tensor in tensors):
+        if constant and all(tensor.numel() <= MAX_CONSTANT_SIZE for tensor in tensors):
             values = tensors_in(self._compute(op, args, kwargs))
             self.constants.update(
                 {id(tensor): value for tensor, value in zip(tensors, values, strict=True)}
@@ -92,7 +103,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self._forget(tensors)
         if tensors:
-            read_args = tuple(self.taken(args)), self.taken(kwargs)
+            read_args = tuple(self.read_values(args)), self.read_values(kwargs)
             is_random = torch.Tag.nondeterministic_seeded in op.tags
             fixed = not is_random and all(
                 self.value(tensor).constant for tensor in tensors_in((args, kwargs))
@@ -101,7 +112,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in tensors:
                 # An in-place operation returns its argument, which keeps its dimensions.
                 if id(tensor) not in self._values:
-                    self.name(tensor, Value(tuple(tensor.shape), known=False))
+                    self.name(tensor, Value(tuple(tensor.shape), described=False))
                 outs.append(self._values[id(tensor)])
                 outs[-1].constant = fixed
             self.calls.append(Call(op, *read_args, tuple(outs), self.layers[-1], _where(), fixed))
@@ -188,18 +199,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values = {value for ref, value in results if ref() is not None}
         return [call for call in self.calls if not values.isdisjoint(call.outs)]
 
-    def _taken(self, leaf: Any) -> Any:
+    def _read_value(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         value = self.value(leaf)
         value.read = True
         return value
 
-    def taken(self, tree: Any) -> Any:
+    def read_values(self, tree: Any) -> Any:
         """Return values in place of tensors, and note that they are read."""
-        return pytree.tree_map(self._taken, tree)
+        return pytree.tree_map(self._read_value, tree)
 
-    def seen(self, tree: Any) -> Any:
+    def values_in(self, tree: Any) -> Any:
         """Return values in place of the run's tensors, and None for all else.
 
         The values do not count as read.
@@ -212,14 +223,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note that a module begins to run."""
         self.layers.append(path)
         around = self.open_visits[-1] if self.open_visits else None
-        self.open_visits.append(Visit(path, len(self.calls), self.seen(inputs), around))
+        self.open_visits.append(Visit(path, len(self.calls), self.values_in(inputs), around))
 
     def leave(self, output: Any) -> None:
         """Note that a module has ended. Its output is None if it raised."""
         path = self.layers.pop()
         visit = self.open_visits.pop()
         visit.stop = len(self.calls)
-        visit.output = self.seen(output)
+        visit.output = self.values_in(output)
         self.visits.append(visit)
         error = sys.exc_info()[1]
         if (
@@ -295,10 +306,10 @@ def _where() -> str:
     inner = ""
     while frame is not None and frame.f_code is not call_module.__code__:
         file = frame.f_code.co_filename
-        if file.startswith(TORCH):
+        if file.startswith(TORCH_FOLDER):
             if not inner and "/nn/" in file:
                 inner = f"{file}:{frame.f_lineno}"
-        elif not file.startswith((HERE, "<")):
+        elif not file.startswith((FAMILY_FOLDER, "<")):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return inner or "torch"
@@ -314,7 +325,11 @@ def line_of(error: BaseException) -> str:
     lines = [
         (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)
     ]
-    user_lines = [(file, line) for file, line in lines if not file.startswith((TORCH, HERE, "<"))]
-    layer_lines = [(file, line) for file, line in lines if file.startswith(f"{TORCH}/nn/")]
+    user_lines = [
+        (file, line)
+        for file, line in lines
+        if not file.startswith((TORCH_FOLDER, FAMILY_FOLDER, "<"))
+    ]
+    layer_lines = [(file, line) for file, line in lines if file.startswith(f"{TORCH_FOLDER}/nn/")]
     file, line = (user_lines or layer_lines or lines)[-1]
     return f"{file}:{line}"

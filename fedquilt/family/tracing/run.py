@@ -26,7 +26,7 @@ class Value:
     is_mask: bool = False  # True: its entries are booleans, so that it indexes all its dimensions
     # Dimensions of numbers in a call: "groups", or ("start", dim) of a slice
     marks: dict[object, Dim] = field(default_factory=dict)
-    known: bool = True  # True: a rule has described its dimensions
+    described: bool = True  # True: a rule has described its dimensions
     constant: bool = False  # True: it depends on no input, no weight and no random number
     read: bool = False  # True: an operation or the caller has read it
 

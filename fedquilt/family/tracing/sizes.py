@@ -45,7 +45,7 @@ class Equation:
     @property
     def dim(self) -> Dim | None:
         """Return the dimension. None: no rule has described the tensor."""
-        if not self.value.known:
+        if not self.value.described:
             return None
         if isinstance(self.mark, int):
             return self.value.dims[self.mark]

@@ -127,7 +127,7 @@ class _Solver:
         if isinstance(leaf, str):
             return self.layer_sizes.get(leaf) or self.solved.get(leaf)
         value, dim = leaf
-        return resolve(value.dims[dim]) if value.known else None
+        return resolve(value.dims[dim]) if value.described else None
 
     def evaluate(self, poly: Poly) -> Dim | None:
         """Return the dimension that a size equals, or None if it is no single known dimension."""

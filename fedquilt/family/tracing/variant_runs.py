@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from fedquilt.errors import FedquiltError, TraceError
 from fedquilt.family.tracing.atoms import Dim, Facts
 from fedquilt.family.tracing.record import RunOptions, record
-from fedquilt.family.tracing.recorder import SMALL
+from fedquilt.family.tracing.recorder import MAX_CONSTANT_SIZE
 from fedquilt.family.tracing.rules.dispatch import find_rule
 from fedquilt.family.tracing.run import Run, RunError, Value, layer_name
 from fedquilt.family.tracing.sizes import Trail
@@ -136,7 +136,7 @@ def small_constants(module: nn.Module) -> dict[str, Tensor]:
     small = {
         name: buffer
         for name, buffer in module.named_buffers()
-        if buffer.numel() <= SMALL and not buffer.is_meta
+        if buffer.numel() <= MAX_CONSTANT_SIZE and not buffer.is_meta
     }
     norms = {path for path, layer in module.named_modules() if isinstance(layer, _NormBase)}
     return {name: buffer for name, buffer in small.items() if name.rpartition(".")[0] not in norms}

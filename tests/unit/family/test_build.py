@@ -751,10 +751,7 @@ QUERIES = {
     "cross": [("attn.q_proj_weight", 16, "a.dim"), ("attn.in_proj_bias", 16, "a.dim")],
 }
 # norms without weights, and over a weight's inputs: compared with their makers
-INEXACT = {
-    "configured",
-    "weight_norm",
-}
+INEXACT = {"configured", "weight_norm"}
 
 
 @pytest.mark.parametrize("share", [1 / 16, 0.25, 0.5, 0.6, 1.0])

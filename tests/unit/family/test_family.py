@@ -663,17 +663,9 @@ def test_nets_with_dropout_or_tracked_norms_are_stateless(residual, language):
     [
         (nn.Linear(4, 3), torch.zeros(2, 4), (2, 3)),
         # one output is no axis, because it cannot be cut
-        (
-            nn.Linear(4, 1),
-            torch.zeros(2, 4),
-            (2, 1),
-        ),
+        (nn.Linear(4, 1), torch.zeros(2, 4), (2, 1)),
         # classes come last, and are moved
-        (
-            nn.Embedding(7, 5),
-            torch.zeros(2, 6, dtype=torch.int64),
-            (2, 5, 6),
-        ),
+        (nn.Embedding(7, 5), torch.zeros(2, 6, dtype=torch.int64), (2, 5, 6)),
     ],
 )
 def test_the_shape_of_the_output_has_classes_in_dimension_1(model, example, shape):

@@ -500,10 +500,7 @@ def test_noise_of_a_stack_in_a_shared_buffer_is_noticed():
     [
         (lambda x: x[torch.randperm(len(x))], "torch.randperm"),
         # draws inside of torch, where nobody can follow
-        (
-            lambda x: F.gumbel_softmax(x, 0),
-            "F.gumbel_softmax",
-        ),
+        (lambda x: F.gumbel_softmax(x, 0), "F.gumbel_softmax"),
         (lambda x: F.fractional_max_pool2d(x.expand(1, 1, 3, 3), 2, 2), "F.fractional_max_pool2d"),
         (torch.poisson, "torch.poisson"),
         (lambda x: torch.empty_like(x).log_normal_(), "Tensor.log_normal_"),

@@ -240,13 +240,7 @@ def test_a_stage_that_a_module_runs_itself_can_be_exported() -> None:
     assert extracted.exportable() is extracted
     assert {
         name.split(".")[0] + name.split(".")[1] for name, _ in extracted.named_parameters()
-    } == {
-        "encoder0",
-        "encoder1",
-        "decoder0",
-        "headweight",
-        "headbias",
-    }
+    } == {"encoder0", "encoder1", "decoder0", "headweight", "headbias"}
     assert torch.allclose(torch.export.export(extracted, (x,)).module()(x), expected, atol=1e-6)
 
 
@@ -462,11 +456,7 @@ def test_heads_give_the_models_output(
 
 @pytest.mark.parametrize(
     ("features", "channel_dim", "output", "class_dim"),
-    [
-        ((2, 8), 1, (2, 5, 4, 4), 1),
-        ((2, 7, 8), 2, (2, 9, 5), 2),
-        ((2, 8), 1, (2,), 0),
-    ],
+    [((2, 8), 1, (2, 5, 4, 4), 1), ((2, 7, 8), 2, (2, 9, 5), 2), ((2, 8), 1, (2,), 0)],
 )
 def test_a_head_that_cannot_be_made_is_refused(
     features: tuple[int, ...], channel_dim: int, output: tuple[int, ...], class_dim: int

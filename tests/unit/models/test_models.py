@@ -214,11 +214,7 @@ def test_tied_embeddings_are_one_weight() -> None:
     assert count(models.TransformerLM) - count(models.TransformerLM, tied=True) == 10_000 * 128
     assert functional_call(
         net, dict(net.named_parameters()), (torch.zeros(1, 3, dtype=torch.long),)
-    ).shape == (
-        1,
-        3,
-        50,
-    )
+    ).shape == (1, 3, 50)
 
 
 def test_an_attention_head_can_be_cut_inside() -> None:

@@ -60,10 +60,10 @@ def apply(call: Call, facts: Facts) -> None:
         assert tuple(map(size, dims)) == out.shape, (
             f"the rule for {call} gave {dims} for {out.shape}"
         )
-        if out.known:  # It was written in place, and keeps its dimensions.
+        if out.described:  # It was written in place, and keeps its dimensions.
             unify_all(out.dims, dims)
         else:
-            out.dims, out.known = dims, True
+            out.dims, out.described = dims, True
 
 
 def _unknown(call: Call, facts: Facts) -> None:
@@ -72,6 +72,6 @@ def _unknown(call: Call, facts: Facts) -> None:
     for value in (*call.inputs, *call.outs):
         pin_all(value.dims)
     for out in call.outs:
-        out.known = True
+        out.described = True
     if had_axes:
         facts.notes.append(f"no rule for {call}: what it touches is never cut")
