@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from fedquilt.deploy.customizable import CustomizableModel
     from fedquilt.deploy.export import load_model
     from fedquilt.family.dual import conditioned, dual, set_robustness
-    from fedquilt.family.family import Family, trace
+    from fedquilt.family.family import Family
     from fedquilt.family.stages import with_stages
+    from fedquilt.family.tracing.trace import trace
     from fedquilt.family.union import union
     from fedquilt.round import Evaluation, Fleet
     from fedquilt.round import link as links
@@ -38,8 +39,9 @@ _NAMES = {
     "fedquilt.deploy.customizable": ("CustomizableModel",),
     "fedquilt.deploy.export": ("load_model",),
     "fedquilt.family.dual": ("conditioned", "dual", "set_robustness"),
-    "fedquilt.family.family": ("Family", "trace"),
+    "fedquilt.family.family": ("Family",),
     "fedquilt.family.stages": ("with_stages",),
+    "fedquilt.family.tracing.trace": ("trace",),
     "fedquilt.family.union": ("union",),
     "fedquilt.round": ("Evaluation", "Fleet"),
     "fedquilt.round.link": ("Link",),

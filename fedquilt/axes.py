@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedquilt.hardware.torch_internals import outside_functorch
 
-_FEW = 8  # Number of runs up to which one call per run is faster than a list of all positions.
+MAX_RANGES = 8  # Runs up to which one call per run is faster than a list of all positions
 Run = tuple[int, int]  # Positions from start to stop - 1.
 
 
@@ -28,7 +28,7 @@ class Positions:
     A window is then one or two slices instead of a mask.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[Run, ...]  # (start, stop) of each run, in order
 
     @staticmethod
     def prefix(count: int) -> Positions:
@@ -55,7 +55,7 @@ class Positions:
 
     @staticmethod
     def chosen(positions: Iterable[int]) -> Positions:
-        """Return the given positions, in the given order."""
+        """Return a set of positions, in the order in which they are listed."""
         return Positions(_merge((p, p + 1) for p in positions))
 
     def __reduce__(self) -> tuple[type[Positions], tuple[tuple[Run, ...]]]:
@@ -76,7 +76,7 @@ class Positions:
     def tensor(self) -> Tensor:
         """Return the positions as an int64 vector on the CPU."""
         with outside_functorch():
-            if len(self.runs) > _FEW:
+            if len(self.runs) > MAX_RANGES:
                 return torch.tensor(list(self))
             return torch.cat(
                 [torch.arange(start, stop) for start, stop in self.runs] or [torch.arange(0)]
@@ -94,28 +94,29 @@ class Positions:
     def take(self, inner: Positions) -> Positions:
         """Return the positions at the indices `inner` of this order.
 
-        If these are the positions of a sub-model, the result has a sub-model of it in global
-        positions.
+        If these are the positions of a sub-model in the whole model, and `inner` those of a smaller
+        one within it, the result has the positions of the smaller one in the whole model.
         """
         if inner.covers(len(self)):
             return self
         positions = list(self)
         return Positions.chosen(positions[index] for index in inner)
 
-    def keep(self, wanted: Iterable[int]) -> Positions:
-        """Return the positions that are also in `wanted`, in this order."""
-        if wanted == self:
+    def keep(self, positions: Iterable[int]) -> Positions:
+        """Return the positions that are also in `positions`, in this order."""
+        if positions == self:
             return self
-        among = set(wanted)
-        return Positions.chosen(position for position in self if position in among)
+        common = set(positions)
+        return Positions.chosen(position for position in self if position in common)
 
-    def places(self, wanted: Positions) -> Positions:
-        """Return the indices of the positions `wanted` in this order. This inverts `take`."""
+    def places(self, positions: Positions) -> Positions:
+        """Return the indices of some of these positions in this order. This inverts `take`."""
         index_of = {position: index for index, position in enumerate(self)}
-        return Positions.chosen(index_of[position] for position in wanted)
+        return Positions.chosen(index_of[position] for position in positions)
 
 
 def _merge(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """Join neighbouring runs, and drop empty ones."""
     merged: list[Run] = []
     for start, stop in runs:
         if merged and merged[-1][1] == start:
@@ -167,8 +168,8 @@ class Index(Mapping[str, Positions]):
 class Axis:
     """A group of channels that are cut together in every weight that carries them."""
 
-    name: str
-    size: int
+    name: str  # Name, made from that of a layer
+    size: int  # Number of channels in the whole model
     fixed: bool = False  # True: never cut by a budget, such as inputs, classes and pinned axes.
     # True: a layer norm, group norm, softmax or mean reduces the axis. Cutting channels then
     # differs from setting them to zero.
@@ -181,14 +182,14 @@ class Axis:
 class Sum:
     """Concatenated dimensions."""
 
-    terms: tuple[Expr, ...]
+    terms: tuple[Expr, ...]  # In the order of concatenation
 
 
 @dataclass(frozen=True)
 class Product:
     """Flattened dimensions in row-major order, so that the last factor changes fastest."""
 
-    factors: tuple[Expr, ...]
+    factors: tuple[Expr, ...]  # From the slowest to the fastest
 
 
 Expr = str | int | Sum | Product  # Name of an axis, size that is never cut, or a compound.
@@ -325,6 +326,7 @@ def positions_of(expr: Expr, index: Mapping[str, Positions], sizes: Mapping[str,
 
 
 def _nest(outer: Positions, inner: Positions, length: int) -> Positions:
+    """Return the rows of a product of two dimensions, of which the inner one has a length."""
     if inner.covers(length):
         return Positions(tuple((start * length, stop * length) for start, stop in outer.runs))
     return Positions(_merge((p * length + a, p * length + b) for p in outer for a, b in inner.runs))

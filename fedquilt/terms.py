@@ -137,27 +137,36 @@ Submodels = tuple[Submodel, ...]  # Nets whose logits are averaged. Most methods
 
 @dataclass(frozen=True, init=False)
 class Budget:
-    """The size of network that a device can hold: a share of every axis, or bounds on costs.
+    """The limits of a device: a share of every axis, or bounds on costs.
 
-    If there are several bounds, all of them apply. The meaning of `memory` depends on the use. A
-    client of a fleet trains, so that its bound is on a training step of the method: weights,
-    gradients, optimizer slots and saved activations of a batch, in the precision of the run. In
-    `deploy` and `export` the bound is on inference: float32 weights and the largest activations of
-    one sample.
+    If there are several bounds, all of them apply, and at least one is needed. `Family.fit` returns
+    the largest member within a budget.
+
+    The meaning of `memory` depends on the use. A client of a fleet trains, so that its bound is on
+    a training step of the method: weights, gradients, optimizer slots and saved activations of a
+    batch, in the precision of the run. In `deploy` and `export` the bound is on inference: float32
+    weights and the largest activations of one sample.
 
     Args:
-        share: Share of the channels of every axis, in (0, 1]. At least one channel is always kept,
-            or two if the model fails with one.
-        macs: Multiply-adds of one sample's forward pass.
-        params: Number of parameters.
-        memory: Bytes, in training or at inference.
+        share: Share of the channels of every axis, in (0, 1]. 1 is the whole model. At least one
+            channel is always kept, or two if the model fails with one. None: no bound.
+        macs: Multiply-adds of one sample's forward pass, as a number or a text such as "28M". None:
+            no bound.
+        params: Number of parameters, as a number or a text such as "11.2M". None: no bound.
+        memory: Bytes in training or at inference, as a number or a text such as "1.5MB". None: no
+            bound.
 
-    `macs`, `params` and `memory` may be texts with a unit, which are converted to numbers.
+    Raises:
+        BudgetError: No bound is set, or one is not a number above 0.
 
-    >>> Budget(macs="28M", memory="1.5MB")
-    Budget(share=None, macs=28000000.0, params=None, memory=1500000.0)
-    >>> Budget(memory="2MB") == Budget(memory=2e6)
-    True
+    Example:
+        >>> import fedquilt as fq
+        >>> fq.Budget(share=0.5)
+        Budget(share=0.5, macs=None, params=None, memory=None)
+        >>> fq.Budget(macs="28M", memory="1.5MB")
+        Budget(share=None, macs=28000000.0, params=None, memory=1500000.0)
+        >>> fq.Budget(memory="2MB") == fq.Budget(memory=2e6)
+        True
     """
 
     share: float | None = None
@@ -176,8 +185,8 @@ class Budget:
             "share": share,
             "macs": _number(macs, "macs"),
             "params": _number(params, "params"),
+            "memory": _number(memory, "memory"),
         }
-        bounds["memory"] = _number(memory, "memory")
         for name, value in bounds.items():
             object.__setattr__(self, name, value)
         self._check()
@@ -292,7 +301,6 @@ class Update:
     sent: tuple[Payload, ...]  # One payload, or none if all of it got lost
     steps: int  # Optimizer steps of the client in all rounds if it counts them, else in this round
     effective_steps: float = 1.0  # Effective number of local steps (FedNova's a_i)
-    metrics: Mapping[str, float] = field(default_factory=dict)
     times: int = 1  # Factor of the client's weight in the merge. 1 has no effect
 
     @property

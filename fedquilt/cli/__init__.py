@@ -266,7 +266,7 @@ class ProbeRequest:
         """Trace the model as a run would, train it for a moment, and return the measurements."""
         from fedquilt.config.resolve import resolved
         from fedquilt.data import Pool
-        from fedquilt.family.family import trace
+        from fedquilt.family.tracing.trace import trace
         from fedquilt.hardware.device import device_of
         from fedquilt.models import MODELS
         from fedquilt.runs.data_settings import Source

@@ -14,7 +14,7 @@ from fedquilt.data import FederatedData, Pool, digits
 from fedquilt.engines.simulation import Simulation
 from fedquilt.family import Family
 from fedquilt.family.dual import conditioned, dual
-from fedquilt.family.family import trace
+from fedquilt.family.tracing.trace import trace
 from fedquilt.methods import FedAvg, Method
 from fedquilt.models import PreResNet
 from fedquilt.round import Evaluation, Fleet

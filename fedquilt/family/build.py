@@ -179,21 +179,18 @@ def _assign(holder: Any, path: list[str], full: int, size: int) -> Any:
     key, *inner_path = path
     if isinstance(holder, (tuple, list)):
         items = list(holder)
-        items[int(key)] = (
-            _assign(items[int(key)], inner_path, full, size)
-            if inner_path
-            else _rescale(items[int(key)], full, size)
-        )
+        items[int(key)] = _replaced(items[int(key)], inner_path, full, size)
         return type(holder)(items)
     attributes = holder if isinstance(holder, dict) else vars(holder)
     if isinstance(holder, nn.Module) and key in holder._modules:
         attributes = holder._modules
-    attributes[key] = (
-        _assign(attributes[key], inner_path, full, size)
-        if inner_path
-        else _rescale(attributes[key], full, size)
-    )
+    attributes[key] = _replaced(attributes[key], inner_path, full, size)
     return holder
+
+
+def _replaced(value: Any, path: list[str], full: int, size: int) -> Any:
+    """Return a number for another size, or a container with the number at a path replaced."""
+    return _assign(value, path, full, size) if path else _rescale(value, full, size)
 
 
 def number_at(holder: Any, path: str) -> int | float | None:

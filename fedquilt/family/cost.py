@@ -17,8 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedquilt.family.dual import adjustables
 from fedquilt.family.recurrent import SHORT, RecurrentCall
-from fedquilt.family.tracing.record import SMALL, RunError, record
+from fedquilt.family.tracing.record import RunOptions, record
+from fedquilt.family.tracing.recorder import MAX_CONSTANT_SIZE
+from fedquilt.family.tracing.run import RunError
 from fedquilt.hardware.precision import DTYPES, Precision
+from fedquilt.hardware.torch_internals import OpOverload
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,13 @@ class Cost:
 class TrainingStep:
     """The properties of a client's local step that determine how much memory it needs.
 
-    The memory is that of a device which updates its weights in place: weights, gradients, optimizer
-    slots, and the activations that the backward pass reads. Workspaces of single operations are not
-    counted.
+    `Family.fit` takes a step to read a budget of memory as a budget of training, and `Family.cost`
+    to count that memory. It is the memory of a device which updates its weights in place: weights,
+    gradients, optimizer slots, and the activations that the backward pass reads. Workspaces of
+    single operations are not counted.
 
     Args:
-        batch_size: Samples per step.
+        batch_size: Number of samples of a step.
         slots: Tensors per weight besides its gradient: 0 for SGD, 1 for SGD with momentum, 2 for
             Adam. A proximal term needs one more, the weights that were received.
         precision: Precision of the run. With `bf16`, activations take half, and a bf16 copy of the
@@ -66,6 +70,15 @@ class TrainingStep:
         nested: Shares of nested nets whose activations are kept as well. A share that runs twice is
             listed twice. Nets that are no narrower than the member are left out.
         most: Number of nets of `nested` that one step runs. The widest ones are counted. None: all.
+
+    Example:
+        >>> import fedquilt as fq
+        >>> import torch
+        >>> family = fq.trace(torch.nn.Linear(4, 2), torch.zeros(1, 4))
+        >>> family.cost(family.whole, fq.TrainingStep(batch_size=8, slots=0)).memory
+        208
+        >>> family.cost(family.whole, fq.TrainingStep(batch_size=8, slots=2)).memory  # Adam
+        288
     """
 
     batch_size: int = 32
@@ -124,7 +137,14 @@ def measure(
 
     def counted(train: bool) -> _Counter:
         counter = _Counter()
-        record(module, {}, inputs, lambda _: True, counter, _readable(constants), train, grad=True)
+        options = RunOptions(
+            _every_operation,
+            follower=counter,
+            constants=_readable(constants),
+            train=train,
+            grad=True,
+        )
+        record(module, inputs, options)
         return counter
 
     try:
@@ -157,7 +177,10 @@ def inference_activations(
     def peak(train: bool, count: int) -> int:
         spans = _Spans()
         inputs = tuple(_resized(value, count) for value in example_inputs)
-        record(module, {}, inputs, lambda _: True, spans, _readable(constants), train)
+        options = RunOptions(
+            _every_operation, follower=spans, constants=_readable(constants), train=train
+        )
+        record(module, inputs, options)
         return spans.peak
 
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
@@ -168,12 +191,17 @@ def inference_activations(
         return buffers + peak(train=True, count=2)
 
 
+def _every_operation(op: OpOverload) -> bool:
+    """Return True, so that no operation is decomposed."""
+    return True
+
+
 def _readable(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the small constants, whose values Python may read, in float32."""
     small = {
         name: value
         for name, value in constants.items()
-        if value.numel() <= SMALL and not value.is_meta
+        if value.numel() <= MAX_CONSTANT_SIZE and not value.is_meta
     }
     return {name: value.to(_float32(value.dtype)) for name, value in small.items()}
 

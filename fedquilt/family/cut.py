@@ -1,31 +1,41 @@
 """Sub-models: cutting weights along named axes (gather) and writing them back (scatter).
 
 One mechanism serves windows that wrap, prefixes, random sets, class rows and partial updates.
-Positions per axis become rows per dimension, and neighbouring rows are slices. On a GPU every slice
-is a kernel launch. There the rows of all weights become positions in one vector instead.
+Positions per axis become rows per dimension (`rows.py`), and neighbouring rows are slices. On a GPU
+every slice is a kernel launch. There the rows of all weights become positions in one vector
+instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 
 import torch
 from torch import Tensor
 
 from fedquilt import noise
-from fedquilt.axes import Dims, Index, Positions, axes_in, positions_of, size_of
+from fedquilt.axes import Dims, Index, Positions, axes_in, size_of
 from fedquilt.errors import SubmodelError
+from fedquilt.family.rows import (
+    Rows,
+    add_at,
+    blocks,
+    count_trained,
+    is_blocky,
+    is_whole,
+    kept_rows,
+    put_at,
+    take,
+)
 from fedquilt.hardware.torch_internals import foreach_add_
 from fedquilt.tensors import Flat, Map
 from fedquilt.terms import Arch, Submodel, Weights
 
 WHOLE = Index()  # Every axis has all positions.
-_FEW_RUNS = 8  # Number of slices up to which they are faster than one indexed copy
-_MAPS = 1 << 30  # Bytes of maps that are cached
-_PLACES = 16  # Cuts whose positions in a vector are cached, about those of one round
+MAX_MAP_BYTES = 1 << 30  # Bytes of maps that are cached
+MAX_CACHED_CUTS = 16  # Cuts whose positions in a vector are cached, about those of one round
 
 
 @lru_cache(maxsize=1024)
@@ -96,165 +106,12 @@ def highest(arch: Arch, scores: Mapping[str, Tensor]) -> Submodel:
     return Submodel(arch, Index(index))
 
 
-# Rows that a cut keeps of each dimension of a weight. None: it keeps all of them.
-Rows = tuple[Positions | None, ...]
-
-
-def rows(dims: Dims, index: Mapping[str, Positions], sizes: Mapping[str, int]) -> Rows:
-    """Return the rows that a cut keeps of each dimension of a weight.
-
-    Args:
-        dims: Dimensions of the weight as expressions of axes.
-        index: Positions to keep, by axis. Axes that are missing are kept whole.
-        sizes: Sizes of the axes before the cut.
-    """
-    positions = [positions_of(dim, index, sizes) for dim in dims]
-    return tuple(
-        None if k.covers(size_of(d, sizes)) else k for k, d in zip(positions, dims, strict=True)
-    )
-
-
-def take(weight: Tensor, cut: Rows, lead: int = 0) -> Tensor:
-    """Return the rows of a weight that a cut keeps. It is a view if the rows are neighbours.
-
-    Args:
-        weight: The weight.
-        cut: Rows to keep of each dimension.
-        lead: Number of dimensions in front of the weight's own, which are not cut. 0 has no effect.
-    """
-    for dim, positions in enumerate(cut, start=lead):
-        if positions is None:
-            continue
-        if len(positions.runs) == 1:
-            weight = weight.narrow(dim, positions.runs[0][0], len(positions))
-        elif 1 < len(positions.runs) <= _FEW_RUNS:
-            weight = torch.cat(
-                [weight.narrow(dim, start, stop - start) for start, stop in positions.runs], dim
-            )
-        else:
-            weight = weight.index_select(dim, positions.tensor.to(weight.device))
-    return weight
-
-
-def blocks(cut: Rows) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield the rectangles that a cut consists of, as slices of the whole and of the part."""
-    spans: list[list[tuple[slice, slice]]] = []
-    for positions in cut:
-        offset, span = 0, []
-        for start, stop in positions.runs if positions is not None else ():
-            span.append((slice(start, stop), slice(offset, offset + stop - start)))
-            offset += stop - start
-        spans.append(span if positions is not None else [(slice(None), slice(None))])
-    for combination in product(*spans):
-        yield tuple(outer for outer, _ in combination), tuple(inner for _, inner in combination)
-
-
-def is_whole(cut: Rows) -> bool:
-    """Return True if a cut keeps everything."""
-    return all(positions is None for positions in cut)
-
-
-def is_blocky(cut: Rows) -> bool:
-    """Return True if a cut has so few rectangles that slices are fast."""
-    count = 1
-    for positions in cut:
-        count *= len(positions.runs) if positions is not None else 1
-    return count <= _FEW_RUNS
-
-
-def inside(cut: Rows, shape: Sequence[int]) -> Tensor:
-    """Return a mask of a weight's shape that is True where a cut keeps an entry."""
-    mask = torch.ones(tuple(shape), dtype=torch.bool)
-    for dim, positions in enumerate(cut):
-        if positions is not None:
-            row = torch.zeros(shape[dim], dtype=torch.bool).index_fill_(0, positions.tensor, True)
-            mask &= row.reshape([-1 if d == dim else 1 for d in range(len(shape))])
-    return mask
-
-
-def grid(cut: Rows, shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
-    """Return a cut as index tensors, which are faster than slices for sets with many runs.
-
-    Args:
-        cut: Rows to keep of each dimension.
-        shape: Shape of the whole weight.
-        device: Device of the index tensors.
-    """
-    axes = [
-        (positions.tensor if positions is not None else torch.arange(length)).to(device)
-        for positions, length in zip(cut, shape, strict=True)
-    ]
-    return torch.meshgrid(*axes, indexing="ij") if axes else ()
-
-
-def add_at(whole: Tensor, cut: Rows, part: Tensor | float, scale: float = 1.0) -> None:
-    """Compute `whole[cut] += scale * part` in place.
-
-    Args:
-        whole: The whole weight.
-        cut: Rows of each dimension. The positions of one cut are distinct.
-        part: Tensor of the cut's shape, or one number for all its entries.
-        scale: Factor of the part. 1 has no effect.
-    """
-    if not is_blocky(cut):
-        index = grid(cut, whole.shape, whole.device)
-        whole[index] += scale * part
-        return
-    for outer, inner in blocks(cut):
-        if isinstance(part, Tensor):
-            whole[outer].add_(part[inner], alpha=scale)
-        else:
-            whole[outer].add_(scale * part)
-
-
-def put_at(whole: Tensor, cut: Rows, part: Tensor) -> None:
-    """Compute `whole[cut] = part` in place.
-
-    Args:
-        whole: The whole weight.
-        cut: Rows of each dimension.
-        part: Tensor of the cut's shape.
-    """
-    if not is_blocky(cut):
-        whole[grid(cut, whole.shape, whole.device)] = part
-        return
-    for outer, inner in blocks(cut):
-        whole[outer] = part[inner]
-
-
 @dataclass(frozen=True)
 class Tally:
     """The sum of the weights of all clients that trained a position, for every position."""
 
     values: Tensor | float  # A vector, or one number if it is the same for every position.
     complete: bool  # True if every position is known to be trained by some client.
-
-
-def count(
-    shape: Sequence[int], cuts: Sequence[tuple[Rows, float]], base: float, like: Tensor
-) -> Tensor:
-    """Return the sum of the weights of all clients that trained each position of one weight.
-
-    A dimension that no cut narrows, such as the two of a 3×3 kernel, has length 1 while the cuts
-    are added, because the counts are the same along it.
-
-    Args:
-        shape: Shape of the weight.
-        cuts: Rows that clients trained, each with the client's weight.
-        base: Sum of the weights of the clients that trained all of it.
-        like: A tensor with the dtype and the device of the result.
-
-    Returns:
-        A tensor that broadcasts to `shape`.
-    """
-    narrowed = [any(cut[dim] is not None for cut, _ in cuts) for dim in range(len(shape))]
-    lengths = [
-        length if is_narrowed else 1 for length, is_narrowed in zip(shape, narrowed, strict=True)
-    ]
-    counts = like.new_full(lengths, base)
-    for cut, value in cuts:
-        add_at(counts, cut, value)
-    return counts
 
 
 class Cutter:
@@ -307,7 +164,7 @@ class Cutter:
             cached = self._rows[index, within] = {}
         if name not in cached:
             sizes = self.sizes | {axis: len(positions) for axis, positions in within.items()}
-            cached[name] = rows(self.dims[name], index, sizes)
+            cached[name] = kept_rows(self.dims[name], index, sizes)
         return cached[name]
 
     def _with(self, axes: frozenset[str]) -> frozenset[str]:
@@ -328,21 +185,21 @@ class Cutter:
         return sum(size_of(self.dims[name][0], sizes) for name in names if len(self.dims[name]) > 1)
 
     def keeps(self, name: str, index: Index, within: Index = WHOLE) -> bool:
-        """Return True if a cut keeps all of a weight, in the same order. The arguments are those of
-        `rows`.
+        """Return True if a cut keeps all of a weight, in the same order.
 
         Args:
             name: Name of the weight.
             index: Positions to keep, by axis.
-            within: Cut that the positions count within.
+            within: Cut that the positions count within. By default they count within the server's
+                state.
         """
-        return not any(axis in index for axis in self._axes[name]) or is_whole(
-            self.rows(name, index, within)
-        )
+        if not any(axis in index for axis in self._axes[name]):
+            return True
+        return is_whole(self.rows(name, index, within))
 
-    def is_flat(self, like: Tensor) -> bool:
-        """Return True if weights like this are cut and merged at once, as parts of one vector."""
-        return like.is_cuda if self.flat is None else self.flat
+    def is_flat(self, weight: Tensor) -> bool:
+        """Return True if weights on this device are cut at once, as parts of one vector."""
+        return weight.is_cuda if self.flat is None else self.flat
 
     # --- many weights at once --------------------------------------------------------------------
 
@@ -359,17 +216,17 @@ class Cutter:
         Returns:
             Tensors by name. They are views where possible, so copy them before writing.
         """
-        full_weights = {name: weights[submodel.scope + name] for name in names}
-        cut, one_by_one = self._split(submodel, names, full_weights)
+        whole_weights = {name: weights[submodel.scope + name] for name in names}
+        cut, one_by_one = self._split(submodel, names, whole_weights)
         gathered = {
-            name: take(full_weights[name], self.rows(name, submodel.index)) for name in one_by_one
+            name: take(whole_weights[name], self.rows(name, submodel.index)) for name in one_by_one
         }
         if cut:
             flat = Flat.of(
                 {
                     name: value
-                    for name, value in full_weights.items()
-                    if value.dtype == full_weights[cut[0]].dtype
+                    for name, value in whole_weights.items()
+                    if value.dtype == whole_weights[cut[0]].dtype
                 }
             )
             sizes = self.sizes | {
@@ -418,20 +275,20 @@ class Cutter:
             foreach_add_(targets, sources, alpha=scale)
 
     def tally(
-        self, like: Flat, held: Sequence[tuple[Submodel, Index, Sequence[str], float]]
+        self, whole: Flat, arrivals: Sequence[tuple[Submodel, Index, Sequence[str], float]]
     ) -> Tally:
         """Add up the weights of the clients that trained each position.
 
         Args:
-            like: The weights whose positions are counted.
-            held: For each client its sub-model, the positions that the scope has, the names of the
-                weights that arrived, and the client's weight.
+            whole: The whole weights, whose positions are counted.
+            arrivals: For each client its sub-model, the positions that the scope has, the names of
+                the weights that arrived, and the client's weight.
         """
-        everywhere: dict[str, float] = dict.fromkeys(like.shapes, 0.0)
+        everywhere: dict[str, float] = dict.fromkeys(whole.shapes, 0.0)
         parts: dict[str, list[tuple[Rows, float]]] = {}
         at_once: list[tuple[Submodel, list[str], float]] = []
-        for submodel, within, names, value in held:
-            cut, one_by_one = self._split(submodel, names, like.parts)
+        for submodel, within, names, value in arrivals:
+            cut, one_by_one = self._split(submodel, names, whole.parts)
             if cut:
                 at_once.append((submodel, cut, value))
             for name in one_by_one:
@@ -446,33 +303,37 @@ class Cutter:
         if complete and not parts and not at_once and len(values) == 1:
             return Tally(values.pop(), complete)
 
-        if len(parts) == len(like.shapes):  # All entries are written below.
-            counts = like.same(torch.empty_like(like.vector))
+        if len(parts) == len(whole.shapes):  # All entries are written below.
+            counts = whole.same(torch.empty_like(whole.vector))
         else:
-            device = like.vector.device
-            lengths = torch.tensor([shape.numel() for shape in like.shapes.values()]).to(device)
-            bases = torch.tensor(list(everywhere.values()), dtype=like.vector.dtype).to(device)
-            counts = like.same(bases.repeat_interleave(lengths, output_size=like.vector.numel()))
+            device = whole.vector.device
+            lengths = torch.tensor([shape.numel() for shape in whole.shapes.values()]).to(device)
+            bases = torch.tensor(list(everywhere.values()), dtype=whole.vector.dtype).to(device)
+            counts = whole.same(bases.repeat_interleave(lengths, output_size=whole.vector.numel()))
         for name, cuts in parts.items():
-            counts.parts[name].copy_(count(like.shapes[name], cuts, everywhere[name], like.vector))
+            counts.parts[name].copy_(
+                count_trained(whole.shapes[name], cuts, everywhere[name], whole.vector)
+            )
         for submodel, cut, value in at_once:
-            flat_positions = self._where(submodel, cut, like)
+            flat_positions = self._where(submodel, cut, whole)
             counts.vector.index_add_(
                 0, flat_positions, counts.vector.new_tensor(value).expand(len(flat_positions))
             )
         return Tally(counts.vector, complete)
 
     def _split(
-        self, submodel: Submodel, names: Iterable[str], like: Weights
+        self, submodel: Submodel, names: Iterable[str], weights: Weights
     ) -> tuple[list[str], list[str]]:
         """Split names into weights that are cut at once and weights that are cut one by one.
+
+        `weights` has a tensor for each name, of any shape.
 
         The second are those that are kept whole, and the few that are cut along other axes than
         widths, such as class rows. With them there would be many shapes of cuts, and a map for
         each.
         """
         names = list(names)
-        first = like[names[0]] if names else None
+        first = weights[names[0]] if names else None
         if first is None or not self.is_flat(first):
             return [], names
         if submodel.scope:  # A scope may hold a member, whose vector is shorter.
@@ -487,11 +348,10 @@ class Cutter:
         at_once = {
             name
             for name in names
-            if name in narrowed and name not in odd and like[name].dtype == first.dtype
+            if name in narrowed and name not in odd and weights[name].dtype == first.dtype
         }
-        return [name for name in names if name in at_once], [
-            name for name in names if name not in at_once
-        ]
+        one_by_one = [name for name in names if name not in at_once]
+        return [name for name in names if name in at_once], one_by_one
 
     def _where(self, submodel: Submodel, names: list[str], whole: Flat) -> Tensor:
         """Return the positions of a cut's entries in a vector of whole weights.
@@ -517,12 +377,12 @@ class Cutter:
             )
             while (
                 len(self._maps) > 1
-                and sum(cached_map.nbytes for cached_map in self._maps.values()) > _MAPS
+                and sum(cached_map.nbytes for cached_map in self._maps.values()) > MAX_MAP_BYTES
             ):
                 self._maps.pop(next(iter(self._maps)))
         map_of_shape = self._maps[shape]
         if (index, *key) not in self._places:
-            if len(self._places) >= _PLACES:
+            if len(self._places) >= MAX_CACHED_CUTS:
                 self._places.pop(next(iter(self._places)))
             self._places[index, *key] = map_of_shape.fill(index)
         flat_positions = self._places[index, *key]
@@ -533,45 +393,49 @@ class Cutter:
     # --- cuts of cuts ----------------------------------------------------------------------------
 
     def narrow(
-        self, weights: Weights, held: Index, wanted: Index, lead: int = 0
+        self, weights: Weights, outer: Index, inner: Index, lead: int = 0
     ) -> dict[str, Tensor]:
         """Cut a member's weights down to a smaller member. The result is differentiable.
 
         Args:
             weights: Tensors of the larger member, by name.
-            held: Positions of the larger member, by axis.
-            wanted: Positions to keep, a subset of `held` on every axis. They count in the whole
-                model.
-            lead: Number of dimensions in front of the weights' own, such as one for clients.
-        """
-        positions = self.places(held, wanted)
-        touched = self._with(frozenset(positions))
-        return {
-            name: take(weight, self.rows(name, positions, held), lead)
-            if name in touched
-            else weight
-            for name, weight in weights.items()
-        }
+            outer: Positions of the larger member, by axis.
+            inner: Positions to keep, a subset of `outer` on every axis. They are positions of the
+                whole model.
+            lead: Number of dimensions in front of the weights' own, such as one for clients. 0 has
+                no effect.
 
-    def overlay(self, base: Weights, held: Index, top: Weights, other: Index) -> dict[str, Tensor]:
+        Returns:
+            New tensors where an axis shrinks, and the same tensors where none does.
+        """
+        positions = self.places(outer, inner)
+        touched = self._with(frozenset(positions))
+        narrowed = dict(weights)
+        for name, weight in weights.items():
+            if name in touched:
+                narrowed[name] = take(weight, self.rows(name, positions, outer), lead)
+        return narrowed
+
+    def overlay(
+        self, base: Weights, base_index: Index, top: Weights, top_index: Index
+    ) -> dict[str, Tensor]:
         """Write weights over others where they share names and positions, and return the result.
 
         Args:
             base: Tensors that are written over. They do not change.
-            held: Positions of `base`, by axis.
+            base_index: Positions of `base`, by axis.
             top: Tensors that are written.
-            other: Positions of `top`, by axis.
+            top_index: Positions of `top`, by axis.
         """
-        common = self.common(held, other)
-        into, out = self.places(held, common), self.places(other, common)
+        common = self.common(base_index, top_index)
+        into = self.places(base_index, common)
+        out = self.places(top_index, common)
         result = dict(base)
         for name, weight in top.items():
             if name not in base:
                 continue
-            part, target_rows = (
-                take(weight, self.rows(name, out, other)),
-                self.rows(name, into, held),
-            )
+            part = take(weight, self.rows(name, out, top_index))
+            target_rows = self.rows(name, into, base_index)
             if is_whole(target_rows):
                 result[name] = part
             elif part.numel():
@@ -579,27 +443,30 @@ class Cutter:
                 put_at(result[name], target_rows, part)
         return result
 
-    def common(self, one: Index, other: Index) -> Index:
-        """Return the positions that two cuts share, in the order of `one`."""
-        axes = dict.fromkeys((*one, *other))  # The order is the same in every process.
-        return Index({axis: self._at(one, axis).keep(self._at(other, axis)) for axis in axes})
+    def common(self, first: Index, second: Index) -> Index:
+        """Return the positions that two cuts share, in the order of `first`."""
+        axes = dict.fromkeys((*first, *second))  # The order is the same in every process.
+        return Index({axis: self._at(first, axis).keep(self._at(second, axis)) for axis in axes})
 
-    def union(self, one: Index, other: Index) -> Index:
+    def union(self, first: Index, second: Index) -> Index:
         """Return the smallest cut that has the positions of both, in ascending order."""
         # An axis that one of them keeps whole stays whole.
-        axes = [axis for axis in one if axis in other]
-        return Index({axis: Positions.chosen(sorted({*one[axis], *other[axis]})) for axis in axes})
+        axes = [axis for axis in first if axis in second]
+        return Index(
+            {axis: Positions.chosen(sorted({*first[axis], *second[axis]})) for axis in axes}
+        )
 
-    def places(self, held: Index, wanted: Index) -> Index:
-        """Return the positions of `wanted` as positions within `held`, by axis.
+    def places(self, outer: Index, inner: Index) -> Index:
+        """Return the positions of `inner` as positions within `outer`, by axis.
 
         Axes on which the two are equal are left out.
         """
-        pairs = (
-            (axis, self._at(held, axis), self._at(wanted, axis))
-            for axis in dict.fromkeys((*held, *wanted))
-        )
-        return Index({axis: outer.places(inner) for axis, outer, inner in pairs if outer != inner})
+        positions: dict[str, Positions] = {}
+        for axis in dict.fromkeys((*outer, *inner)):
+            outer_positions, inner_positions = self._at(outer, axis), self._at(inner, axis)
+            if outer_positions != inner_positions:
+                positions[axis] = outer_positions.places(inner_positions)
+        return Index(positions)
 
     def _at(self, index: Index, axis: str) -> Positions:
         """Return a cut's positions on an axis, which are all if the cut does not name it."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
+from typing_extensions import override
 
 from fedquilt.errors import ConfigError
 
@@ -29,8 +30,7 @@ HOW_TO = (
 )
 HOW_TO_CONDITION = (
     "Train the conditioned model: fq.trace(fq.conditioned(module), …) in Python, --set "
-    "model.conditioned=true on the "
-    "command line."
+    "model.conditioned=true on the command line."
 )
 
 
@@ -51,6 +51,7 @@ class Adjustable(nn.Module):
         """
         return float("nan")
 
+    @override
     def extra_repr(self) -> str:
         return f"robustness={self.robustness}"
 
@@ -62,6 +63,7 @@ class DualNorm(Adjustable):
         super().__init__()
         self.clean, self.noised = norm, copy.deepcopy(norm)
 
+    @override
     def forward(self, input: Tensor) -> Tensor:
         share = self.robustness
         if isinstance(share, Tensor):
@@ -87,30 +89,23 @@ class ConditionedNorm(Adjustable):
         if weight.dim() != 1:
             raise ConfigError(
                 f"a conditioned norm was asked for; {type(norm).__name__} normalizes "
-                f"{weight.dim()} dimensions at "
-                "once. Norms over channels fit."
+                f"{weight.dim()} dimensions at once. Norms over channels fit."
             )
         self.norm, self.codes = norm, codes
         # True: channels are in the last dimension
         self.last = isinstance(norm, (nn.LayerNorm, nn.RMSNorm))
         self.scale, self.shift = (_perceptron(codes, len(weight)) for _ in range(2))
 
+    @override
     def forward(self, input: Tensor) -> Tensor:
-        robustness = self.robustness
-        levels = (
-            robustness
-            if isinstance(robustness, Tensor)
-            else torch.full((1,), robustness, dtype=input.dtype, device=input.device)
-        )
+        levels = self.robustness  # (sample,) or (1,)
+        if not isinstance(levels, Tensor):
+            levels = torch.full((1,), levels, dtype=input.dtype, device=input.device)
         harmonics = torch.arange(self.codes, dtype=input.dtype, device=input.device)
         code = torch.cos(math.pi * levels.unsqueeze(1) * harmonics)  # (sample or 1, code)
-        between = (1,) * (input.dim() - 2)
-        scale, shift = (
-            film.reshape(len(code), *between, -1)
-            if self.last
-            else film.reshape(len(code), -1, *between)
-            for film in (self.scale(code), self.shift(code))
-        )
+        ones = (1,) * (input.dim() - 2)
+        shape = (len(code), *ones, -1) if self.last else (len(code), -1, *ones)
+        scale, shift = self.scale(code).reshape(shape), self.shift(code).reshape(shape)
         output: Tensor = (1 + scale) * self.norm(input) + shift
         return output
 
@@ -133,10 +128,26 @@ def dual(module: nn.Module) -> nn.Module: ...
 @overload
 def dual(module: Callable[[], nn.Module]) -> Callable[[], nn.Module]: ...
 def dual(module: nn.Module | Callable[[], nn.Module]) -> nn.Module | Callable[[], nn.Module]:
-    """Return a copy of a module in which every norm is a `DualNorm`, whose two norms start equal.
+    """Return a copy of a module in which every norm is a `DualNorm`.
 
-    If a function that makes a module is given, a function is returned. The copy computes what the
-    module does, and can be traced by `fq.trace`.
+    A dual norm has one norm for clean samples and one for noised ones (Split-Mix, section 4.3).
+    Both start as copies of the module's norm, so that the new module computes what the old one
+    does. Trace it with `fedquilt.trace`, and train it with adversarial samples. `set_robustness`
+    chooses between the norms of a deployed model.
+
+    Args:
+        module: The module, which does not change. If it is a function that makes a module, a
+            function is returned.
+
+    Raises:
+        ConfigError: The module has no norm with weights or statistics.
+
+    Example:
+        >>> import fedquilt as fq
+        >>> from torch import nn
+        >>> net = fq.dual(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+        >>> type(net[1]).__name__, net[1].noised.num_features
+        ('DualNorm', 8)
     """
     if not isinstance(module, nn.Module):
         return partial(_made, module, DualNorm)
@@ -152,12 +163,26 @@ def conditioned(
 ) -> nn.Module | Callable[[], nn.Module]:
     """Return a copy of a module in which every norm is a `ConditionedNorm`.
 
-    If a function that makes a module is given, a function is returned. Until it is trained, the
-    copy computes what the module does. It can be traced by `fq.trace`.
+    A conditioned norm is followed by a scale and a shift that depend on the requested robustness λ
+    (OAT, Wang et al. 2020). Both start without effect, so that the new module computes what the old
+    one does until it is trained. Trace it with `fedquilt.trace`. `set_robustness` chooses λ of a
+    deployed model.
 
     Args:
-        module: The module, or a function that makes one.
-        codes: Length of the cosine code of λ.
+        module: The module, which does not change. If it is a function that makes a module, a
+            function is returned.
+        codes: Length of the cosine code of λ, from which scale and shift are computed.
+
+    Raises:
+        ConfigError: The module has no norm with weights or statistics, or one that normalizes
+            several dimensions at once.
+
+    Example:
+        >>> import fedquilt as fq
+        >>> from torch import nn
+        >>> net = fq.conditioned(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), codes=16)
+        >>> net[1].scale[0]
+        Linear(in_features=16, out_features=8, bias=True)
     """
     make = partial(ConditionedNorm, codes=codes)
     return _with(module, make) if isinstance(module, nn.Module) else partial(_made, module, make)
@@ -182,8 +207,7 @@ def _with(module: nn.Module, make: Callable[[nn.Module], Adjustable]) -> nn.Modu
     if not is_adjustable(copied):
         raise ConfigError(
             f"norms to adjust were asked for in {type(module).__name__}; it has no norm layer with "
-            "weights or "
-            "statistics. Batch, group, layer, instance and RMS norms fit."
+            "weights or statistics. Batch, group, layer, instance and RMS norms fit."
         )
     return copied
 
@@ -214,21 +238,17 @@ def set_robustness(module: nn.Module, robustness: float) -> nn.Module:
     The module is changed in place, and returned.
     """
     if not isinstance(robustness, Real) or not 0 <= robustness <= 1:
-        shown = (
-            f"a tensor {tuple(robustness.shape)}"
-            if isinstance(robustness, Tensor)
-            else repr(robustness)
-        )
+        shown = repr(robustness)
+        if isinstance(robustness, Tensor):
+            shown = f"a tensor {tuple(robustness.shape)}"
         raise ConfigError(
             f"a robustness of {shown} was asked for; it must lie in [0, 1]: one number for all "
-            "samples, since one for "
-            "each is not supported here."
+            "samples, since one for each is not supported here."
         )
     if not is_adjustable(module):
         raise ConfigError(
             f"a robustness of {robustness:g} was asked for; {type(module).__name__} has no dual "
-            "norms to choose "
-            f"between. {HOW_TO}"
+            f"norms to choose between. {HOW_TO}"
         )
     for layer in adjustables(module):
         layer.robustness = float(robustness)

@@ -24,7 +24,8 @@ from fedquilt import noise
 from fedquilt.errors import FedquiltError, TraceError, first_line
 from fedquilt.errors.faults import is_out_of_memory
 from fedquilt.family.dual import set_robustness
-from fedquilt.family.net import Pass, SeededRandomness
+from fedquilt.family.net import Pass
+from fedquilt.family.randomness import SeededRandomness
 from fedquilt.terms import Weights
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def check_net(member: Member, modes: Sequence[Pass]) -> None:
     """
     family = member.family
     names = (*member.trainable, *member.statistics, *member.carried)
-    weights = family.cutter.gather(family.brought(names), member.prefix, names)
+    weights = family.cutter.gather(family.traced_state(names), member.prefix, names)
     moved = {name: shaken(weights[name]) for name in (*member.trainable, *member.statistics)}
     for mode in modes:
         for robustness in (0.0, 1.0) if family.adjustable else (0.0,):
@@ -135,11 +136,11 @@ def _compare(pair: _Pair, expected: Mapping[str, Tensor], tolerance: float) -> T
     return None
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
+def _difference(value: Tensor, expected: Tensor) -> float:
     """Return the largest difference. It is infinite if shapes or non-finite entries differ."""
-    if one.shape != other.shape or not torch.equal(one.isfinite(), other.isfinite()):
+    if value.shape != expected.shape or not torch.equal(value.isfinite(), expected.isfinite()):
         return float("inf")
-    return _largest(one - other)
+    return _largest(value - expected)
 
 
 def _largest(value: Tensor) -> float:
@@ -189,9 +190,9 @@ class _Pair:
         if watch is not None:
             watch.attach(module)
         if not mode.train:
-            return {OUTPUTS: answer(module, (self.inputs,))}
+            return {OUTPUTS: run_seeded(module, (self.inputs,))}
         with _TorchsOwn(KEY):
-            outputs = answer(module, (self.inputs,))
+            outputs = run_seeded(module, (self.inputs,))
         new_buffers = dict(module.named_buffers()) if mode.statistics == "track" else {}
         return {
             OUTPUTS: outputs,
@@ -207,13 +208,13 @@ class _Pair:
         weights = {name: value for name, value in self.weights.items() if name not in tracked}
 
         def run(inputs: Tensor) -> Tensor:
-            outputs, seen = net({**weights, **stored}, inputs, mode, key)
-            tracked.update(seen)
+            outputs, new_statistics = net({**weights, **stored}, inputs, mode, key)
+            tracked.update(new_statistics)
             return outputs
 
         handles = watch.attach(net.module) if watch is not None else []
         try:
-            return {OUTPUTS: answer(run, (self.inputs,)), **tracked}
+            return {OUTPUTS: run_seeded(run, (self.inputs,)), **tracked}
         finally:
             for handle in handles:
                 handle.remove()
@@ -322,7 +323,7 @@ def unlike(sample: Tensor) -> list[Tensor]:
     return [sample + offsets, sample - offsets]
 
 
-def answer(module: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tensor:
+def run_seeded(module: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tensor:
     """Run a module on copies of inputs, with all random generators at the same seeds every time."""
     python, numpy = random.getstate(), np.random.get_state()
     try:

@@ -22,10 +22,12 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
+from typing_extensions import override
 
 from fedquilt.errors import FedquiltError
 from fedquilt.family.dual import ConditionedNorm, adjustables
-from fedquilt.family.net import SeededRandomness, is_stock
+from fedquilt.family.net import is_stock
+from fedquilt.family.randomness import SeededRandomness
 from fedquilt.family.scaled import Scaled
 
 
@@ -42,7 +44,8 @@ class Undrawn(SeededRandomness):
     def __init__(self) -> None:
         super().__init__(None)
 
-    def site(self) -> Tensor:
+    @override
+    def next_key(self) -> Tensor:
         raise GroupingError("its forward draws random numbers, which are each client's own")
 
 
@@ -61,7 +64,7 @@ class GroupedNet:
         self._shares: Tensor | None = None
         self._adjustables = tuple(adjustables(module))
         for name, layer in module.named_modules():
-            forward = _laid(layer, count)
+            forward = _grouped_forward(layer, count)
             if forward is not None:
                 layer.forward = forward
             if name in scaled.layers:
@@ -114,7 +117,7 @@ class GroupedNet:
         return outputs / divisors.reshape([1, -1] + [1] * (outputs.dim() - 2))
 
 
-def _laid(layer: nn.Module, count: int) -> Callable[[Tensor], Tensor] | None:
+def _grouped_forward(layer: nn.Module, count: int) -> Callable[[Tensor], Tensor] | None:
     """Return a layer's forward for clients side by side. None: its own forward works.
 
     Raises:
@@ -182,11 +185,8 @@ def _conv(layer: Any, count: int, x: Tensor) -> Tensor:
 
 
 def _conv_transpose(layer: Any, count: int, x: Tensor) -> Tensor:
-    function, weight, bias = (
-        _of(_TRANSPOSED, layer),
-        layer.weight.flatten(0, 1),
-        _joined(layer.bias),
-    )
+    function = _of(_TRANSPOSED, layer)
+    weight, bias = layer.weight.flatten(0, 1), _joined(layer.bias)
     groups = layer.groups * count
     return function(
         x, weight, bias, layer.stride, layer.padding, layer.output_padding, groups, layer.dilation
@@ -219,10 +219,11 @@ def _mean(x: Tensor) -> Tensor:
     return x.mean((-2, -1), keepdim=True)
 
 
-def agrees(one: Tensor, other: Tensor) -> bool:
+def agrees(logits: Tensor, expected: Tensor) -> bool:
     """Return True if logits from two computations are equal, up to the rounding of many sums."""
-    one, other = one.double(), other.double()
-    return bool((one - other).abs().max() <= 1e-3 * other.abs().max().clamp(min=1e-6))
+    logits, expected = logits.double(), expected.double()
+    largest = expected.abs().max().clamp(min=1e-6)
+    return bool((logits - expected).abs().max() <= 1e-3 * largest)
 
 
 __all__ = ["GroupedNet", "GroupingError", "Undrawn", "agrees"]

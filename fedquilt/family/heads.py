@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fedquilt.errors import TraceError
 
-EvalSpec = Literal["flat", "pooled", "mean", "dense", "tokens"]
+HeadKind = Literal["flat", "pooled", "mean", "dense", "tokens"]
 POOLS: dict[int, type[nn.Module]] = {
     1: nn.AdaptiveAvgPool1d,
     2: nn.AdaptiveAvgPool2d,
@@ -27,15 +28,21 @@ CONVS: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {
 
 
 class MeanOver(nn.Module):
-    """A mean over some dimensions, such as the tokens of a sequence."""
+    """A mean over some dimensions, such as the tokens of a sequence.
+
+    Args:
+        dims: Dimensions that the mean is taken over.
+    """
 
     def __init__(self, dims: tuple[int, ...]) -> None:
         super().__init__()
         self.dims = dims
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(self.dims)
 
+    @override
     def extra_repr(self) -> str:
         return f"dims={self.dims}"
 
@@ -55,7 +62,7 @@ class Head:
             numbers.
     """
 
-    kind: EvalSpec
+    kind: HeadKind
     in_features: int
     num_outputs: int
     dims: tuple[int, ...] = ()
@@ -113,14 +120,11 @@ def fit_head(
             return _dense(in_features, num_outputs, positions, features[2:], output[2:])
     raise TraceError(
         f"a temporary head was asked for that turns the output of {where}, of shape {features} "
-        "with the channels in "
-        f"dimension {channel_dim}, into the model's output, of shape {output} with the classes in "
-        "dimension "
-        f"{class_dim}; none can be made. Heads give (batch, class) from any features, (batch, "
-        "length, class) from "
-        "(batch, length, channel), and (batch, class, *size) from (batch, channel, *size). End the "
-        "stage where the "
-        "features have such a shape, or let the module run its stages itself (`forward_stage`)."
+        f"with the channels in dimension {channel_dim}, into the model's output, of shape {output} "
+        f"with the classes in dimension {class_dim}; none can be made. Heads give (batch, class) "
+        "from any features, (batch, length, class) from (batch, length, channel), and (batch, "
+        "class, *size) from (batch, channel, *size). End the stage where the features have such a "
+        "shape, or let the module run its stages itself (`forward_stage`)."
     )
 
 
@@ -129,11 +133,11 @@ def _dense(
     num_outputs: int,
     positions: tuple[int, ...],
     size: tuple[int, ...],
-    wanted: tuple[int, ...],
+    output_size: tuple[int, ...],
 ) -> Head:
-    """Plan a head that returns logits at each position."""
+    """Plan a head that upsamples features of `size` to logits at each position of the output."""
     # With factors instead of sizes, the head runs on samples of other sizes than the example's.
-    if all(goal % side == 0 for side, goal in zip(size, wanted, strict=True)):
-        scale = tuple(goal // side for side, goal in zip(size, wanted, strict=True))
+    if all(goal % side == 0 for side, goal in zip(size, output_size, strict=True)):
+        scale = tuple(goal // side for side, goal in zip(size, output_size, strict=True))
         return Head("dense", in_features, num_outputs, positions, scale)
-    return Head("dense", in_features, num_outputs, positions, size=wanted)
+    return Head("dense", in_features, num_outputs, positions, size=output_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, ValuesView
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -24,7 +25,7 @@ from fedquilt.checks import whole
 from fedquilt.errors import FormatError, SubmodelError
 from fedquilt.family.variants import joined, members_of
 from fedquilt.storage.tensor_files import MAX_DIMS, bounded_json
-from fedquilt.terms import WHOLE
+from fedquilt.terms import WHOLE, Submodel
 
 CLASS = "class"  # Axis of the classes, which all nets of a union share
 MAX_DEPTH = 4  # Levels of nested JSON in a layout
@@ -36,7 +37,7 @@ MAX_PARENTHESES = 100  # Parentheses in the dimensions of one weight
 class Layout:
     """The axes of a module, and the dimensions of its weights as expressions of axes."""
 
-    axes: Mapping[str, Axis]
+    axes: Mapping[str, Axis]  # Axes by name
     # Dimensions of every parameter and buffer as expressions of axes, by its first name
     dims: Mapping[str, Dims]
     # First name of a tied weight, by its other names
@@ -55,6 +56,34 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """Return the size of every axis in the whole model."""
         return {name: axis.size for name, axis in self.axes.items()}
+
+    def check_positions(self, submodel: Submodel, who: str) -> None:
+        """Refuse positions that the axes do not have.
+
+        Args:
+            submodel: The member and its positions.
+            who: Name of the client, for messages.
+
+        Raises:
+            SubmodelError: An axis is unknown, or has other positions than the member needs.
+        """
+        widths = submodel.arch.sizes
+        for name, positions in submodel.index.items():
+            axis = self.axes.get(name)
+            if axis is None:
+                raise SubmodelError(
+                    f"{who} was planned positions on axis {name!r}; axes here: {', '.join(widths)}."
+                )
+            if problem := _describe_problem(positions, axis.size):
+                raise SubmodelError(
+                    f"{who} was planned {len(positions)} channels {problem} on axis {name!r}, "
+                    f"which has {axis.size}. Any {axis.size} distinct positions from 0 fit."
+                )
+            if not len(positions) or (name in widths and len(positions) != widths[name]):
+                raise SubmodelError(
+                    f"{who} was planned {len(positions)} channels on axis {name!r}, but its member "
+                    f"has {widths.get(name, axis.size)}. Index and member must agree."
+                )
 
     def weights(self, variant: str) -> tuple[str, ...]:
         """Return the names of the weights that a variant has, or several joined variants together.
@@ -340,3 +369,13 @@ def _check_names(layout: Layout) -> None:
             f"the layout has a tie, part or variant with the weight {unknown[0]!r}, which it does "
             "not list"
         )
+
+
+def _describe_problem(positions: Positions, size: int) -> str:
+    """Describe what is wrong with positions on an axis of a size. It is "" if nothing is."""
+    counts = Counter(positions)
+    if not counts or max(counts.values()) == 1:
+        outside = [position for position in counts if not 0 <= position < size]
+        return f"with position {max(outside, key=abs)}" if outside else ""
+    (repeated, times), *_ = counts.most_common(1)
+    return f"with position {repeated} {times} times"

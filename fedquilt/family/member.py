@@ -59,8 +59,8 @@ class Member:
     share.
     """
 
-    family: Family
-    arch: Arch
+    family: Family  # Family that the member belongs to
+    arch: Arch  # Widths, variant and trained parts
     # Share of the whole model, for a net nested in a larger member. None: it is not nested.
     share: float | None = None
 
@@ -92,9 +92,7 @@ class Member:
 
     @cached_property
     def frozen(self) -> tuple[str, ...]:
-        """Return the names of weights and statistics that other members train and this one does
-        not.
-        """
+        """Return the names of weights and statistics that only other members train."""
         unchanged = set(self.names) - self._changing
         return tuple(
             name for name in (*self.family.trainable, *self.family.statistics) if name in unchanged
@@ -122,11 +120,9 @@ class Member:
     def constants(self) -> dict[str, Tensor]:
         """Return the buffers that are neither statistics nor cut, by name."""
         buffers = self.family.constants
-        return (
-            {name: buffers[name] for name in self.names if name in buffers}
-            if self.family.layout.nets
-            else buffers
-        )
+        if not self.family.layout.nets:
+            return buffers
+        return {name: buffers[name] for name in self.names if name in buffers}
 
     @property
     def parts(self) -> Mapping[str, tuple[str, ...]]:
@@ -195,8 +191,9 @@ class Member:
 
     @cached_property
     def nets(self) -> tuple[Member, ...]:
-        """Return the nets of a union that the member combines, each as a member. (): it has one
-        net.
+        """Return the nets of a union that the member combines, each as a member.
+
+        It is empty if the member has one net.
 
         Nets of a union share no weights, so that a device with several pays for each. Variants of
         one module share weights. They cost what the first of them costs, which is the one that
@@ -274,7 +271,7 @@ class Member:
         """Return the layers whose outputs are cut, which the scaler divides."""
         full_sizes = self.family.layout.sizes
         cut = {axis for axis, width in self.arch.widths if width < full_sizes[axis]}
-        scaled = Scaled.of(self.family.held(self.arch.variant), self.family.layout, cut)
+        scaled = Scaled.of(self.family.holding(self.arch.variant), self.family.layout, cut)
         names = set(self.names)
         return replace(scaled, weights=tuple(name for name in scaled.weights if name in names))
 

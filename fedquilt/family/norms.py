@@ -53,9 +53,9 @@ class NormPolicy:
 
     affine: Affine = "shared"  # Weights and biases of norms: averaged, or local to each client
 
-    statistics: ClassVar[Statistics] = "batch"
-    owner: ClassVar[Owner] = "server"
-    samples: ClassVar[Samples] = "training"
+    statistics: ClassVar[Statistics] = "batch"  # Statistics that norms use after training
+    owner: ClassVar[Owner] = "server"  # Owner of the statistics
+    samples: ClassVar[Samples] = "training"  # Samples that statistics are measured on
 
     def __post_init__(self) -> None:
         one_of(self, affine=Affine, statistics=Statistics, owner=Owner, samples=Samples)
@@ -220,23 +220,23 @@ NORM_POLICIES: dict[str, type[NormPolicy]] = {
 }
 
 
-def norm_policy(given: NormPolicy | str) -> NormPolicy:
+def norm_policy(policy: NormPolicy | str) -> NormPolicy:
     """Return a norm policy by its name or as `file.py:Class`. A policy is returned as it is.
 
     Raises:
-        ConfigError: There is no such policy. The message begins with the value of `given`.
+        ConfigError: There is no such policy. The message begins with the value of `policy`.
     """
-    if isinstance(given, NormPolicy):
-        return given
-    if isinstance(given, str) and (given in NORM_POLICIES or is_reference(given)):
-        kind = find(NORM_POLICIES, given, "norm policy")
+    if isinstance(policy, NormPolicy):
+        return policy
+    if isinstance(policy, str) and (policy in NORM_POLICIES or is_reference(policy)):
+        kind = find(NORM_POLICIES, policy, "norm policy")
         try:
-            policy = kind()
+            custom_policy = kind()
         except Exception as error:  # a class of the user's own may raise anything
-            message = f"{given!r} was called for a NormPolicy and failed: {said(error)}"
+            message = f"{policy!r} was called for a NormPolicy and failed: {said(error)}"
             raise ConfigError(message) from error
-        if isinstance(policy, NormPolicy):
-            return policy
+        if isinstance(custom_policy, NormPolicy):
+            return custom_policy
     names = ", ".join(map(repr, NORM_POLICIES))
     custom = "a NormPolicy in a file, 'file.py:Class'"
-    raise ConfigError(f"{given!r} was asked for; it may be {names}, or {custom}.")
+    raise ConfigError(f"{policy!r} was asked for; it may be {names}, or {custom}.")

@@ -31,8 +31,8 @@ _NUM_ARGUMENTS = 9
 class RecurrentCall:
     """A call of a recurrent function of torch, for sequences of equal length."""
 
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
+    function: Callable[..., Any]  # Function or ATen operation
+    args: tuple[Any, ...]  # Its arguments
 
     @staticmethod
     def of(
@@ -80,12 +80,12 @@ class RecurrentCall:
         )
         return results
 
-    def lengthened(self, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def lengthened(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return results of a shorter run with outputs for all time steps.
 
         Hidden states do not depend on the length. Outputs are in memory with the time first, as
         torch has them. Their values are repeated, because they do not matter.
         """
-        first = found[0].transpose(0, self._time).narrow(0, 0, 1)  # (1, sample, channel)
+        first = results[0].transpose(0, self._time).narrow(0, 0, 1)  # (1, sample, channel)
         outputs = first.expand(self.num_steps, -1, -1).clone(memory_format=torch.contiguous_format)
-        return (outputs.transpose(0, self._time), *found[1:])
+        return (outputs.transpose(0, self._time), *results[1:])

@@ -32,8 +32,8 @@ class Scaled:
     bias of a linear map is the same as dividing its output.
     """
 
-    layers: frozenset[str] = frozenset()
-    weights: tuple[str, ...] = ()
+    layers: frozenset[str] = frozenset()  # Names of layers whose outputs are divided
+    weights: tuple[str, ...] = ()  # Names of weights and biases that are divided
 
     @staticmethod
     def of(module: nn.Module, layout: Layout, cut: Set[str]) -> Scaled:

@@ -18,7 +18,7 @@ from fedquilt.family.variants import Variants
 from fedquilt.terms import WHOLE
 
 if TYPE_CHECKING:
-    from fedquilt.family.tracing.record import Run
+    from fedquilt.family.tracing.run import Run
 
 HEADS = "stage_heads"  # Name of the child that holds the temporary heads
 PLAN = "_stage_plan"  # Name of the attribute that holds the plan
@@ -67,10 +67,12 @@ class Plan:
     last_end: str = ""
 
     def apply(self, module: nn.Module) -> nn.Module:
-        """Return a module in these stages that shares the weights of `module`, which does not
-        change.
+        """Return a module in these stages that shares the weights of `module`.
 
-        Heads are drawn from torch's global generator.
+        The module does not change. Heads are drawn from torch's global generator.
+
+        Raises:
+            TraceError: The module has an attribute whose name stages need.
         """
         clashes = [name for name in RESERVED if hasattr(module, name)]
         if clashes:
@@ -151,10 +153,9 @@ class Grown(Variants):
         if not stage.chain:
             raise ExportError(
                 f"{self._chosen_variant} of {type(module).__name__} was asked for as a program; it "
-                "ends inside of "
-                f"the forward, behind {stage.end!r}, and is no chain of modules: {stage.between}. "
-                "safetensors takes every stage, and the whole model can be recorded once it has "
-                "grown."
+                f"ends inside of the forward, behind {stage.end!r}, and is no chain of modules: "
+                f"{stage.between}. safetensors takes every stage, and the whole model can be "
+                "recorded once it has grown."
             )
         layers = [module.get_submodule(path) for path in stage.chain]
         return nn.Sequential(*layers, self._head).train(module.training)

@@ -23,8 +23,10 @@ from fedquilt.family.tracing.cutpoints import (
     find_cuts,
     propose,
 )
-from fedquilt.family.tracing.record import Run, Value, Visit, layer_name
-from fedquilt.family.tracing.tracer import Traced, record_evaluation, trace_runs, variant_runs
+from fedquilt.family.tracing.run import Run, Value, Visit, layer_name
+from fedquilt.family.tracing.traced import Traced
+from fedquilt.family.tracing.tracer import trace_runs
+from fedquilt.family.tracing.variant_runs import record_evaluation, record_variant
 from fedquilt.family.variants import Variants, VariantSource, names_of
 from fedquilt.names import nearest
 from fedquilt.terms import WHOLE
@@ -93,10 +95,8 @@ def with_stages(
     if len(stages) == 1:
         raise ConfigError(
             f"with_stages was asked for the stages {list(stages)}; one name makes one stage, which "
-            "is the whole "
-            "module. The last name ends the last stage, before the module's own head, so that at "
-            "least two names "
-            "would work, or a number of stages."
+            "is the whole module. The last name ends the last stage, before the module's own head, "
+            "so that at least two names would work, or a number of stages."
         )
     return StageSource(module, tuple(stages))
 
@@ -105,8 +105,8 @@ def with_stages(
 class StageSource(VariantSource):
     """A module and a request for stages, which becomes a plan by running it on an example."""
 
-    module: nn.Module | Callable[[], nn.Module]
-    stages: int | str | tuple[str, ...] | None = None
+    module: nn.Module | Callable[[], nn.Module]  # The module, or a function that makes one
+    stages: int | str | tuple[str, ...] | None = None  # The request, as in `with_stages`
 
     def resolve(
         self, example_inputs: tuple[Any, ...], class_dim: int | None = None
@@ -178,11 +178,9 @@ def declaration(module: nn.Module, name: str | None) -> tuple[str, ...] | int:
     kind = type(module).__name__
     growths = growths_of(module)
     if not growths:
-        request = (
-            f"the stages that {kind} declares were"
-            if name is None
-            else f"the growth {name!r} of {kind} was"
-        )
+        request = f"the stages that {kind} declares were"
+        if name is not None:
+            request = f"the growth {name!r} of {kind} was"
         raise TraceError(
             f"{request} asked for; it declares none (`{DECLARATION}`). Give a number of stages, "
             "with_stages(module, 4), or a list of the names of the modules that end them."
@@ -194,8 +192,7 @@ def declaration(module: nn.Module, name: str | None) -> tuple[str, ...] | int:
         if not names:
             raise TraceError(
                 f"the growth {name!r} of {kind} was asked for; it declares one growth that has no "
-                "name. Leave the name "
-                "out. A list of module names is written [...] or (...,)."
+                "name. Leave the name out. A list of module names is written [...] or (...,)."
             )
         raise TraceError(f"the growth {name!r} of {kind} was asked for.{nearest(name, names)}")
     return growths[name]
@@ -209,14 +206,14 @@ def growths_of(module: nn.Module) -> dict[str, tuple[str, ...] | int]:
     declared = getattr(module, DECLARATION, None)
     if declared is None:
         return {}
-    growths: Mapping[str, Declaration] = (
-        declared if isinstance(declared, Mapping) else {"": declared}
-    )
-    stated = {name: stages for name, stages in growths.items() if stages}
-    return {
-        name: stages if isinstance(stages, int) else tuple(stages)
-        for name, stages in stated.items()
-    }
+    declarations: Mapping[str, Declaration] = {"": declared}
+    if isinstance(declared, Mapping):
+        declarations = declared
+    growths: dict[str, tuple[str, ...] | int] = {}
+    for name, stages in declarations.items():
+        if stages:
+            growths[name] = stages if isinstance(stages, int) else tuple(stages)
+    return growths
 
 
 def usual_stages(module: nn.Module, inputs: tuple[Any, ...]) -> int | None:
@@ -270,7 +267,14 @@ def stage_sizes(
 
 
 def _checked(module: nn.Module, run: Run, ends: Sequence[str], declared: bool) -> list[Visit]:
-    """Return the executions of the modules that end the stages, or refuse their names."""
+    """Return the executions of the modules that end the stages, or refuse their names.
+
+    Args:
+        module: The user's module.
+        run: Its run in evaluation.
+        ends: Names of the modules that end the stages.
+        declared: True: the module declares them, and may let later layers read earlier results.
+    """
     kind = type(module).__name__
     paths = [path for path, _ in module.named_modules() if path]
     times = Counter(visit.path for visit in run.visits)
@@ -283,27 +287,24 @@ def _checked(module: nn.Module, run: Run, ends: Sequence[str], declared: bool) -
         if times[name] > 1:
             raise TraceError(
                 f"{request}; forward runs that module {times[name]} times, so that it has no one "
-                "output. "
-                f"{_what_works(run)}"
+                f"output. {_what_works(run)}"
             )
     visits = {visit.path: visit for visit in run.visits}
     for name, inner in ((name, inner) for name in ends for inner in ends):
         if inner.startswith(f"{name}."):
             raise TraceError(
                 f"stages of {kind} that end with {name!r} and {inner!r} were asked for; {inner!r} "
-                "is nested in "
-                f"{name!r}. Name modules of which none is in another."
+                f"is nested in {name!r}. Name modules of which none is in another."
             )
     end_visits = [visits[name] for name in ends]
     order = [visit.path for visit in run.visits]
     for name, following in pairwise(ends):
         if order.index(following) <= order.index(name):
             sorted_ends = sorted(dict.fromkeys(ends), key=order.index)
+            when = "once" if name == following else f"before {name!r}"
             raise TraceError(
                 f"stages of {kind} that end with {', '.join(map(repr, ends))} were asked for; "
-                "forward runs "
-                f"{following!r} {'once' if name == following else f'before {name!r}'}. This order "
-                f"works: {sorted_ends}."
+                f"forward runs {following!r} {when}. This order works: {sorted_ends}."
             )
     reads = Reads(run)
     for visit in end_visits:
@@ -351,10 +352,9 @@ def _proposed(module: nn.Module, run: Run, count: int) -> tuple[str, ...]:
         if not options:
             raise TraceError(
                 f"{request}; no stage can end in it. There is no module of layers that returns one "
-                "tensor on which alone "
-                "everything later depends. A module can run its stages itself, by a method "
-                "forward_stage(stage, "
-                f"*inputs) and their number as {DECLARATION}."
+                "tensor on which alone everything later depends. A module can run its stages "
+                "itself, by a method forward_stage(stage, *inputs) and their number as "
+                f"{DECLARATION}."
             )
         end_names = ", ".join(cut.name for cut in options)
         raise TraceError(
@@ -363,15 +363,15 @@ def _proposed(module: nn.Module, run: Run, count: int) -> tuple[str, ...]:
     return _names(propose(cuts, count, run))
 
 
-def _names(chosen: Sequence[CutPoint]) -> tuple[str, ...]:
+def _names(cuts: Sequence[CutPoint]) -> tuple[str, ...]:
     """Return the outermost name of each cut that contains no other cut."""
     names = []
-    for cut in chosen:
-        other_paths = [path for other in chosen if other is not cut for path in other.paths]
+    for cut in cuts:
+        inner_paths = [path for inner in cuts if inner is not cut for path in inner.paths]
         free = [
             path
             for path in cut.paths
-            if not any(other.startswith(f"{path}.") for other in other_paths)
+            if not any(inner.startswith(f"{path}.") for inner in inner_paths)
         ]
         names.append(min(reversed(free or cut.paths), key=lambda path: path.count(".")))
     return tuple(names)
@@ -396,13 +396,13 @@ def _own_plan(module: nn.Module, inputs: tuple[Any, ...], count: int) -> Plan:
     full_shape = record_evaluation(grown, inputs, WHOLE).output.shape
     stages = []
     for number, name in enumerate(grown.variants, 1):
-        runs = variant_runs(grown, inputs, name)
+        runs = record_variant(grown, inputs, name)
         shape = runs[0].output.shape
         if shape != full_shape:
             raise TraceError(
                 f"{kind} declares {count} stages that it runs itself; forward_stage({number}, …) "
-                "returns a tensor of "
-                f"shape {shape}. The shape of what forward returns, {full_shape}, would work."
+                f"returns a tensor of shape {shape}. The shape of what forward returns, "
+                f"{full_shape}, would work."
             )
         stages.append(Stage("", None, _uses(runs, "")))
     return Plan(tuple(stages))

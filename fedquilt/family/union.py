@@ -18,9 +18,10 @@ from torch import nn
 from fedquilt import noise
 from fedquilt.axes import Axis, Dims, Index, renamed
 from fedquilt.errors import TraceError
-from fedquilt.family.family import Family, JoinedTracings, make_module
+from fedquilt.family.family import Family
 from fedquilt.family.layout import CLASS, Layout
 from fedquilt.family.nets import Nets
+from fedquilt.family.origin import JoinedTracings, make_module
 from fedquilt.family.variants import JOIN
 from fedquilt.terms import WHOLE, Arch, Submodel, Weights
 
@@ -118,11 +119,11 @@ def alone(
     return family.alone(next(iter(variants))), stripped, renamed_states
 
 
-def _stripped(net: Submodel, lead: str) -> Submodel:
+def _stripped(net: Submodel, prefix: str) -> Submodel:
     """Return a sub-model without the prefix of its net."""
-    widths = tuple((axis.removeprefix(lead), width) for axis, width in net.arch.widths)
-    index = Index({axis.removeprefix(lead): positions for axis, positions in net.index.items()})
-    trains = tuple(part for part in net.arch.trains if f"{part}." != lead)
+    widths = tuple((axis.removeprefix(prefix), width) for axis, width in net.arch.widths)
+    index = Index({axis.removeprefix(prefix): positions for axis, positions in net.index.items()})
+    trains = tuple(part for part in net.arch.trains if f"{part}." != prefix)
     return replace(net, arch=Arch(widths, WHOLE, trains), index=index)
 
 
@@ -174,31 +175,28 @@ def _check_names(names: Sequence[str]) -> None:
     if not names:
         raise TraceError(
             "a union of no nets was asked for; one or more traced models by name would work: "
-            'fq.union({"small": '
-            'fq.trace(module, example), "big": …}).'
+            'fq.union({"small": fq.trace(module, example), "big": …}).'
         )
     for name in names:
-        asked = f"a union with a net named {name!r} was asked for"
+        request = f"a union with a net named {name!r} was asked for"
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise TraceError(
-                f"{asked}; names consist of letters, digits, '_' and '-', because '.', '/' and '+' "
-                "stand between "
-                "names in a federation's state."
+                f"{request}; names consist of letters, digits, '_' and '-', because '.', '/' and "
+                "'+' separate names in a federation's state."
             )
         if names.count(name) > 1:
             raise TraceError(
-                f"{asked} {names.count(name)} times; every net needs a name of its own, such as "
+                f"{request} {names.count(name)} times; every net needs a name of its own, such as "
                 f"{name}_1 and {name}_2."
             )
         if name == WHOLE:
             raise TraceError(
-                f"{asked}; {WHOLE!r} is the name of the first net as a variant. Another name would "
-                "work, such as "
-                "'first'."
+                f"{request}; {WHOLE!r} is the name of the first net as a variant. Another name "
+                "would work, such as 'first'."
             )
         if hasattr(Nets, name):
             raise TraceError(
-                f"{asked}; nn.Module has an attribute of that name. {name}_net would work."
+                f"{request}; nn.Module has an attribute of that name. {name}_net would work."
             )
 
 
@@ -208,19 +206,15 @@ def _check_kinds(nets: Mapping[str, Family]) -> None:
         if not isinstance(family, Family):
             raise TraceError(
                 f"a union was asked for, whose net {name!r} is a {type(family).__name__}; a traced "
-                "model would work: "
-                "fq.trace(module, example)."
+                "model would work: fq.trace(module, example)."
             )
         if family.layout.variants:
-            kind = (
-                "a union itself"
-                if family.layout.nets
-                else f"a model with the variants {', '.join(family.variants)}"
-            )
+            kind = f"a model with the variants {', '.join(family.variants)}"
+            if family.layout.nets:
+                kind = "a union itself"
             raise TraceError(
                 f"a union was asked for, whose net {name!r} is {kind}; traced models without "
-                "variants would work. "
-                "Give all nets to one union, and trace modules without stages."
+                "variants would work. Give all nets to one union, and trace modules without stages."
             )
     for name in nets:
         if any(name in family.parts for family in nets.values()):
@@ -260,8 +254,7 @@ def _check_equal(
         if (actual := value(net)) != expected:
             raise TraceError(
                 f"a union of {', '.join(map(repr, nets))} was asked for; {first!r} has {what} "
-                f"{_told(expected)}, and "
-                f"{name!r} has {_told(actual)}. {remedy}."
+                f"{_told(expected)}, and {name!r} has {_told(actual)}. {remedy}."
             )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from fedquilt.terms import WHOLE
 
 if TYPE_CHECKING:
-    from fedquilt.family.tracing.record import Run
+    from fedquilt.family.tracing.run import Run
 
 JOIN = "+"  # Separator between the names of variants that a member combines
 

@@ -33,7 +33,7 @@ from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import BudgetError, ConfigError, FedquiltError, SubmodelError, TrainingError
 from fedquilt.family.cost import Cost, TrainingStep
 from fedquilt.family.cut import Cutter, highest, prefix, scattered, windows
-from fedquilt.family.family import Family, Rounding, trace
+from fedquilt.family.family import Family, Rounding
 from fedquilt.family.member import Member
 from fedquilt.family.norms import (
     AllLocal,
@@ -46,6 +46,7 @@ from fedquilt.family.norms import (
     Tracked,
 )
 from fedquilt.family.scores import channel_scores
+from fedquilt.family.tracing.trace import trace
 from fedquilt.family.union import union
 from fedquilt.family.variants import joined, members_of
 from fedquilt.hardware.precision import Precision

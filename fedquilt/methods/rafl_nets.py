@@ -8,7 +8,8 @@ from functools import lru_cache
 import torch
 
 from fedquilt.family.cut import prefix
-from fedquilt.family.family import Family, trace
+from fedquilt.family.family import Family
+from fedquilt.family.tracing.trace import trace
 from fedquilt.family.variants import members_of
 from fedquilt.round.federation import World
 from fedquilt.tasks import Task

@@ -84,26 +84,27 @@ class ModelSpec:
     from.
     """
 
-    factory: Callable[..., nn.Module]
+    factory: Callable[..., nn.Module]  # Makes the model. Its keyword arguments are settings
     input_shape: tuple[int, ...]  # Shape of one sample, without the batch dimension
-    paper: str
+    paper: str  # Paper that introduced the model, and papers that use it
     # Number of tokens, if inputs are integers from 0 to one less. None: inputs are real numbers.
     integer_vocab: int | None = None
     # Layers that the paper never cuts. Pass them to `fedquilt.trace` as `fixed`.
     fixed: tuple[str, ...] = ()
 
     def takes(self, sample: Tensor) -> bool:
-        """Return True if the model was made for samples of this kind: images, rows of numbers or
-        tokens.
+        """Return True if the model was made for samples of this kind.
+
+        Kinds are images, rows of numbers and tokens. `sample` has no batch dimension.
         """
-        return sample.dim() == len(self.input_shape) and sample.is_floating_point() == (
-            self.integer_vocab is None
-        )
+        takes_real_numbers = self.integer_vocab is None
+        same_dims = sample.dim() == len(self.input_shape)
+        return same_dims and sample.is_floating_point() == takes_real_numbers
 
     def example(self, batch: int = 2) -> Tensor:
-        """Return an input to trace with, which is the same in every call.
+        """Return an input to trace with, of shape (batch, *input_shape).
 
-        torch's global random state is left as it is.
+        It is the same in every call. torch's global random state is left as it is.
         """
         generator, shape = torch.Generator().manual_seed(0), (batch, *self.input_shape)
         if self.integer_vocab is not None:

@@ -8,6 +8,7 @@ from math import gcd
 from typing import Literal
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 Norm = Literal["batch", "group", "none"]
 Layer = Callable[[], nn.Module]
@@ -41,9 +42,21 @@ def norms(kind: Norm, dims: int = 2, groups: int = 2) -> MakeNorm:
 
 
 class ConvUnit(nn.Sequential):
-    """A convolution, a norm and an activation. The size changes by the stride alone."""
+    """A convolution, a norm and an activation. Only the stride changes the resolution.
 
-    def __init__(
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        kernel: Side of the kernel.
+        stride: Stride. 1 keeps the resolution.
+        norm: Function that makes a norm for a number of channels.
+        act: Function that makes the activation. nn.Identity has no effect.
+        bias: True: the convolution has a bias.
+        groups: Groups of the convolution. 1 has no effect.
+        dims: Spatial dimensions, 2 or 3.
+    """
+
+    def __init__(  # noqa: PLR0913  The arguments are those of nn.Conv2d, norm and activation.
         self,
         in_channels: int,
         out_channels: int,
@@ -63,7 +76,14 @@ class ConvUnit(nn.Sequential):
 
 
 class LinearUnit(nn.Sequential):
-    """A linear layer, a norm and an activation."""
+    """A linear layer, a norm and an activation.
+
+    Args:
+        in_features: Size of the input.
+        out_features: Size of the output.
+        norm: Function that makes a norm for a number of features.
+        act: Function that makes the activation. nn.Identity has no effect.
+    """
 
     def __init__(
         self, in_features: int, out_features: int, *, norm: MakeNorm, act: Layer = nn.ReLU
@@ -76,7 +96,13 @@ class LinearUnit(nn.Sequential):
 
 
 class Residual(nn.Module):
-    """The sum act(body(x) + shortcut(x)). Without a shortcut, x itself is added."""
+    """The sum act(body(x) + shortcut(x)).
+
+    Args:
+        body: Layers whose output is added to the shortcut's.
+        shortcut: Layers beside the body. None: x itself is added.
+        act: Function that makes the activation after the sum. nn.Identity has no effect.
+    """
 
     def __init__(
         self, body: nn.Module, shortcut: nn.Module | None = None, act: Layer = nn.Identity
@@ -86,19 +112,26 @@ class Residual(nn.Module):
         self.shortcut = shortcut or nn.Identity()
         self.act = act()
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.act(self.body(x) + self.shortcut(x))
         return out
 
 
 class Staged(nn.Module):
-    """A classifier that is a chain of stages and a head: ProgFed's E_1..E_S and G_S."""
+    """A classifier that is a chain of stages and a head: ProgFed's E_1..E_S and G_S.
+
+    Args:
+        stages: Modules that run one after another.
+        head: Module that returns the logits (sample, class) from the output of the last stage.
+    """
 
     def __init__(self, stages: Iterable[nn.Module], head: nn.Module) -> None:
         super().__init__()
         self.stages = nn.Sequential(*stages)
         self.head = head
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.stages(x))
         return logits

@@ -13,6 +13,11 @@ class ConvNet(Staged):
     """The EMNIST network: two convolutions and two linear layers.
 
     It is from Reddi et al. (2021), and ProgFed uses it (appendix B).
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        image_size: Side of the images in pixels.
     """
 
     def __init__(
@@ -35,6 +40,11 @@ class ProgFedCNN(Staged):
     """The CIFAR-10 network of ProgFed (appendix B): three convolutions and two linear layers.
 
     It has 122,570 parameters.
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        image_size: Side of the images in pixels.
     """
 
     def __init__(
@@ -55,8 +65,13 @@ class ProgFedCNN(Staged):
 class DigitsCNN(Staged):
     """The Digits network of FedBN, which FedResCuE uses (Table 16).
 
-    Split-Mix uses it with norms after the first two linear layers (Table 2), as `norm_fc=True`
-    does.
+    Split-Mix uses it with norms after the first two linear layers (Table 2).
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        norm_fc: True: the first two linear layers have batch norms.
+        image_size: Side of the images in pixels.
     """
 
     def __init__(
@@ -86,6 +101,12 @@ class AlexNet(Staged):
     """AlexNet with a norm after each convolution and hidden linear layer.
 
     FedBN introduced these norms. Split-Mix trains the network on DomainNet (Table 3).
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        norm: Kind of norm: "batch", "group" or "none".
+        hidden: Width of the two hidden linear layers.
     """
 
     def __init__(

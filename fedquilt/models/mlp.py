@@ -10,7 +10,13 @@ from fedquilt.models.blocks import Staged
 
 
 class MLP(Staged):
-    """Linear layers with ReLU. Two hidden layers of 200 units are McMahan et al.'s 2NN (2017)."""
+    """Linear layers with ReLU. Two hidden layers of 200 units are McMahan et al.'s 2NN (2017).
+
+    Args:
+        num_classes: Number of classes.
+        in_features: Number of values of one sample, after flattening.
+        hidden: Widths of the hidden layers. () gives a linear model.
+    """
 
     def __init__(
         self, num_classes: int = 10, in_features: int = 784, *, hidden: tuple[int, ...] = (200, 200)

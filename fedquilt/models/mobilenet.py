@@ -7,6 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fedquilt.models.blocks import ConvUnit, Layer, MakeNorm, Norm, Residual, Staged, norms
 from fedquilt.models.resnet import Stem
@@ -15,12 +16,12 @@ from fedquilt.models.resnet import Stem
 class Row(NamedTuple):
     """One row of the papers' tables, which describes an inverted residual block."""
 
-    kernel: int
-    expanded: int
-    out: int
-    squeeze: bool
-    act: Layer
-    stride: int
+    kernel: int  # Side of the kernel of the depth-wise convolution
+    expanded: int  # Channels inside the block
+    out: int  # Channels of the output
+    squeeze: bool  # True: the block has squeeze-and-excite
+    act: Layer  # Function that makes the activation
+    stride: int  # 2 halves the resolution
 
 
 def multiple_of_8(channels: int) -> int:
@@ -46,6 +47,7 @@ class SqueezeExcite(nn.Module):
             nn.Hardsigmoid(),
         )
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x * self.gate(x)
         return out
@@ -79,12 +81,22 @@ def inverted_residual(in_channels: int, row: Row, norm: MakeNorm) -> nn.Module:
 class MobileNet(Staged):
     """A MobileNet that is built from a table. A stage ends where the resolution halves.
 
-    `last` is the width of the final 1×1 convolution. `hidden` is the width of the linear layer
-    after it, which V3 has and V2 does not (0). `stem="cifar"` leaves out the first two halvings, so
-    that 32×32 images end at 4×4.
+    Args:
+        rows: Rows of the paper's table, one for each block.
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        stem_width: Channels of the first convolution.
+        last: Width of the final 1×1 convolution.
+        hidden: Width of the linear layer after it. 0: there is none, as in V2.
+        act: Function that makes the activation of the first and the last layers.
+        stem: "cifar" leaves out the first two halvings, so that 32×32 images end at 4×4.
+            "imagenet" is the network of the paper.
+        norm: Kind of norm: "batch", "group" or "none".
+        groups: Groups of a group norm. It has no effect with other norms.
+        dropout: Probability of dropout before the classifier. 0 has no effect.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  The keyword arguments are the model's settings.
         self,
         rows: Sequence[Row],
         num_classes: int = 10,
@@ -103,13 +115,9 @@ class MobileNet(Staged):
         if stem == "cifar":
             first = next(i for i, row in enumerate(rows) if row.stride == 2)
             rows = [*rows[:first], rows[first]._replace(stride=1), *rows[first + 1 :]]
-        stages: list[list[nn.Module]] = [
-            [
-                ConvUnit(
-                    in_channels, stem_width, 3, 1 if stem == "cifar" else 2, norm=make_norm, act=act
-                )
-            ]
-        ]
+        stem_stride = 1 if stem == "cifar" else 2
+        opening = ConvUnit(in_channels, stem_width, 3, stem_stride, norm=make_norm, act=act)
+        stages: list[list[nn.Module]] = [[opening]]
         channels = stem_width
         for row in rows:
             if row.stride == 2:
@@ -125,6 +133,7 @@ class MobileNet(Staged):
 
 
 def _rows_v2() -> list[Row]:
+    """Return the blocks of MobileNetV2 (Table 2 of its paper)."""
     rows, channels = [], 32
     for expansion, out, depth, stride in (
         (1, 16, 1, 1),

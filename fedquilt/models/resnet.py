@@ -13,6 +13,7 @@ from functools import partial
 from typing import Literal, cast
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fedquilt.models.blocks import ConvUnit, MakeNorm, Norm, Residual, Staged, norms, pooled
 
@@ -76,10 +77,20 @@ def residual_stages(
 class ResNet(Staged):
     """ResNet. The stem belongs to the first stage, ProgFed's E_1 (conv1 + conv2_x).
 
-    `norm="group"` is what ProgFed uses, with two groups as in Reddi et al. (2021).
+    ProgFed uses group norms, with two groups as in Reddi et al. (2021).
+
+    Args:
+        block: "basic" has two convolutions in a block, "bottleneck" has three.
+        blocks: Number of blocks of each stage.
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        widths: Width of each stage.
+        stem: First layers: "cifar" keeps the resolution, "imagenet" divides it by 4.
+        norm: Kind of norm: "batch", "group" or "none".
+        groups: Groups of a group norm. It has no effect with other norms.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  The keyword arguments are the model's settings.
         self,
         block: Block,
         blocks: Sequence[int],
@@ -92,11 +103,12 @@ class ResNet(Staged):
         groups: int = 2,
     ) -> None:
         make_norm, expansion = norms(norm, groups=groups), EXPANSION[block]
-        opening: list[nn.Module] = (
-            [ConvUnit(in_channels, widths[0], 7, 2, norm=make_norm), nn.MaxPool2d(3, 2, 1)]
-            if stem == "imagenet"
-            else [ConvUnit(in_channels, widths[0], norm=make_norm)]
-        )
+        opening: list[nn.Module]
+        if stem == "imagenet":
+            unit = ConvUnit(in_channels, widths[0], 7, 2, norm=make_norm)
+            opening = [unit, nn.MaxPool2d(3, 2, 1)]
+        else:
+            opening = [ConvUnit(in_channels, widths[0], norm=make_norm)]
         make_block = partial(residual_block, block, norm=make_norm)
         first, *later = residual_stages(make_block, blocks, widths, widths[0], expansion)
         super().__init__(
@@ -110,6 +122,13 @@ class PreActBlock(nn.Module):
 
     If the shape changes, the shortcut is a convolution that starts after the first norm and
     activation.
+
+    Args:
+        in_channels: Channels of the input.
+        width: Channels of the output.
+        stride: Stride of the block. 1 keeps the resolution.
+        norm: Function that makes a norm for a number of channels.
+        dropout: Probability of dropout between the convolutions. 0 has no effect.
     """
 
     def __init__(
@@ -127,6 +146,7 @@ class PreActBlock(nn.Module):
         )
         self.shortcut = None if same else nn.Conv2d(in_channels, width, 1, stride, bias=False)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         opened = self.open(x)
         out: Tensor = self.body(opened) + (x if self.shortcut is None else self.shortcut(opened))
@@ -136,12 +156,22 @@ class PreActBlock(nn.Module):
 class PreResNet(Staged):
     """Pre-activation ResNet of HeteroFL and FedRolex.
 
-    With 18 layers and 10 classes it has 11,172,170 parameters. With `zero_output_bias` the output
-    layer starts with a bias of 0, as in the code of HeteroFL, FedRolex and Split-Mix. Without it
-    the bias starts at random, as torch has it.
+    With 18 layers and 10 classes it has 11,172,170 parameters.
+
+    Args:
+        blocks: Number of blocks of each stage.
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        widths: Width of each stage.
+        stem_width: Channels of the first convolution. None: the width of the first stage.
+        norm: Kind of norm: "batch", "group" or "none".
+        groups: Groups of a group norm. It has no effect with other norms.
+        dropout: Probability of dropout inside the blocks. 0 has no effect.
+        zero_output_bias: True: the output layer starts with a bias of 0, as in the code of
+            HeteroFL, FedRolex and Split-Mix. False: it starts at random, as torch has it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  The keyword arguments are the model's settings.
         self,
         blocks: Sequence[int] = (2, 2, 2, 2),
         num_classes: int = 10,
@@ -170,6 +200,15 @@ class WideResNet(PreResNet):
     """WideResNet-`depth`-`widen`: a PreResNet of three wide stages.
 
     FedResCuE uses one for CIFAR-100 and does not state its depth.
+
+    Args:
+        depth: Number of layers, 6n + 4.
+        widen: Factor of all widths but the stem's. 1 gives a thin PreResNet.
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        norm: Kind of norm: "batch", "group" or "none".
+        groups: Groups of a group norm. It has no effect with other norms.
+        dropout: Probability of dropout inside the blocks. 0 has no effect.
     """
 
     def __init__(

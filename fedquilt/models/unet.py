@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fedquilt.errors import DataError
 from fedquilt.models.blocks import CONV, ConvUnit, MakeNorm, Norm, norms
@@ -35,27 +36,41 @@ def double_conv(in_channels: int, out_channels: int, dims: int, norm: MakeNorm) 
 
 
 class Decoder(nn.Module):
-    """A layer that doubles the resolution of the level below and joins the encoder's output of its
-    level.
+    """A layer that doubles the resolution and joins the encoder's output of its level.
+
+    Args:
+        below: Channels of the level below, which has half the resolution.
+        width: Channels of this level.
+        dims: Spatial dimensions, 2 or 3.
+        norm: Function that makes a norm for a number of channels.
+        up: "transpose" upsamples by a transposed convolution, "upsample" by repetition and a 1×1
+            convolution.
     """
 
     def __init__(self, below: int, width: int, dims: int, norm: MakeNorm, up: Up) -> None:
         super().__init__()
-        self.up: nn.Module = (
-            TRANSPOSE[dims](below, width, 2, 2)
-            if up == "transpose"
-            else nn.Sequential(nn.Upsample(scale_factor=2), CONV[dims](below, width, 1))
-        )
+        self.up: nn.Module
+        if up == "transpose":
+            self.up = TRANSPOSE[dims](below, width, 2, 2)
+        else:
+            self.up = nn.Sequential(nn.Upsample(scale_factor=2), CONV[dims](below, width, 1))
         self.join = double_conv(2 * width, width, dims, norm)
 
+    @override
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
         joined: Tensor = self.join(torch.cat([skip, self.up(x)], 1))
         return joined
 
 
 def check_size(size: tuple[int, ...], halvings: int) -> None:
-    """Refuse images whose sides cannot be halved `halvings` times, because levels could not be
-    joined.
+    """Refuse images whose sides cannot be halved often enough, because levels could not be joined.
+
+    Args:
+        size: Sides of an image in pixels or voxels.
+        halvings: Number of times that every side is halved.
+
+    Raises:
+        DataError: A side is not divisible by 2^halvings.
     """
     divisor = 2**halvings
     if all(side % divisor == 0 for side in size):
@@ -64,8 +79,7 @@ def check_size(size: tuple[int, ...], halvings: int) -> None:
     raise DataError(
         f"a U-Net of depth {halvings} was asked for on inputs of size {sides(size)}; every side "
         f"must divide by {divisor}. Inputs padded to {sides(fitting)} would fit (files are padded "
-        "by "
-        f"data.multiple_of = {divisor}), or a smaller depth."
+        f"by data.multiple_of = {divisor}), or a smaller depth."
     )
 
 
@@ -76,9 +90,19 @@ class UNet(nn.Module):
     do not depend on the depth. ProgFed's symmetric strategy can therefore grow the network from the
     outer levels inwards: encoder.0..s, decoder.0..s−1 and the head are a U-Net of depth s. The
     asymmetric strategy starts with the whole encoder, the innermost decoder and a temporary head.
+
+    Args:
+        dims: Spatial dimensions of the images, 2 or 3.
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        width: Channels of the outermost level. Each level below has twice as many.
+        depth: Number of halvings of the resolution.
+        norm: Kind of norm: "batch", "group" or "none".
+        groups: Groups of a group norm. It has no effect with other norms.
+        up: Upsampling: "transpose" is a transposed convolution, "upsample" repeats pixels.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  The keyword arguments are the model's settings.
         self,
         dims: int,
         num_classes: int = 2,
@@ -105,6 +129,7 @@ class UNet(nn.Module):
         )
         self.head = CONV[dims](width, num_classes, 1)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_stage(len(self.decoder), x)
 

@@ -12,15 +12,22 @@ from fedquilt.models.blocks import ConvUnit, Norm, Staged, norms
 
 
 class VGG(Staged):
-    """VGG in ProgFed's four stages, which end at the poolings. The first two poolings share a
-    stage.
+    """VGG in ProgFed's four stages, which end at the poolings.
 
-    `depths` are the numbers of convolutions between poolings. `pool` is the side of the pooled map
-    before the classifier: 1 for CIFAR, 7 for ImageNet. With `hidden` = 0 the classifier is a single
-    linear layer.
+    The first two poolings share a stage.
+
+    Args:
+        depths: Numbers of convolutions between poolings, five in all.
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        norm: Kind of norm: "batch", "group" or "none".
+        groups: Groups of a group norm. It has no effect with other norms.
+        pool: Side of the pooled map before the classifier: 1 for CIFAR, 7 for ImageNet.
+        hidden: Width of the two hidden layers of the classifier. 0: it is a single linear layer.
+        dropout: Probability of dropout after the hidden layers. 0 has no effect.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  The keyword arguments are the model's settings.
         self,
         depths: Sequence[int],
         num_classes: int = 10,

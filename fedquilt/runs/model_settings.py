@@ -17,7 +17,7 @@ from fedquilt.errors import ConfigError, TraceError
 from fedquilt.family import Family
 from fedquilt.family.cost import TrainingStep
 from fedquilt.family.dual import conditioned, dual
-from fedquilt.family.family import trace
+from fedquilt.family.tracing.trace import trace
 from fedquilt.family.union import union
 from fedquilt.hardware.precision import Precision
 from fedquilt.methods import Method

@@ -16,7 +16,7 @@ from fedquilt.axes import Index
 from fedquilt.deploy.deploy import check_client
 from fedquilt.engines.client_inputs import classes_held
 from fedquilt.errors import ConfigError
-from fedquilt.family.cut import inside
+from fedquilt.family.rows import inside
 from fedquilt.names import known
 from fedquilt.round.deployed import deployed_nets, ready, trained_within
 from fedquilt.round.eval_jobs import EvalJob, joined

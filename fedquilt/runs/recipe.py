@@ -31,7 +31,8 @@ from fedquilt.config.writing import write
 from fedquilt.data import DATA
 from fedquilt.engines import ENGINES
 from fedquilt.errors import ConfigError, FedquiltError
-from fedquilt.family.family import Family, JoinedTracings, Tracing
+from fedquilt.family.family import Family
+from fedquilt.family.origin import JoinedTracings, Tracing
 from fedquilt.fleets.fleet import Devices
 from fedquilt.methods import Method
 from fedquilt.models import MODELS

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 import fedquilt as fq
 from fedquilt.axes import axes_in
 from fedquilt.family import Family
-from fedquilt.family.cut import prefix, put_at, scattered, windows
+from fedquilt.family.cut import prefix, scattered, windows
+from fedquilt.family.rows import put_at
 from fedquilt.models import MODELS
 from fedquilt.terms import Arch, Submodel
 

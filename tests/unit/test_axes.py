@@ -128,7 +128,7 @@ def test_chosen_positions_keep_their_order_and_merge_neighbours():
     )
 
 
-def test_positions_first_asked_for_inside_of_a_gradient_are_good_afterwards():
+def test_positions_first_used_inside_of_a_gradient_can_be_used_afterwards():
     positions = Positions.chosen(range(0, 40, 2))
     grad(lambda x: x[positions.tensor].sum())(torch.ones(40))
     assert not torch._C._functorch.is_functorch_wrapped_tensor(positions.tensor)
@@ -219,7 +219,7 @@ def test_a_cut_of_a_concatenation_takes_from_both_branches():
     assert list(positions_of(expr, index, SIZES)) == [0, 7, 5]
 
 
-def test_a_cut_is_found_in_another_process_too():
+def test_a_cut_is_a_key_in_other_processes_too():
     """Hashes of text differ from process to process, so that a cut must not bring its own."""
     index = Index({"a": Positions.prefix(2), "b": Positions.window(2, 2, 3)})
     hash(index)

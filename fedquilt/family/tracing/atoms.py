@@ -21,8 +21,8 @@ from math import prod
 class Atom:
     """An axis without a name. Once `bound`, it is the dimension that it turned out to be."""
 
-    size: int
-    bound: Dim | None = None
+    size: int  # Size in the whole model
+    bound: Dim | None = None  # Dimension that it turned out to be. None: it is an axis so far
     # True: never cut, but it keeps a name. Heads are an example, or a vocabulary that may turn out
     # to be the classes.
     fixed: bool = False
@@ -36,7 +36,7 @@ class Atom:
 class Cat:
     """Dimensions that are concatenated."""
 
-    terms: tuple[Dim, ...]
+    terms: tuple[Dim, ...]  # In the order of concatenation
 
 
 Factor = int | Atom | Cat
@@ -186,14 +186,14 @@ def couple(dim: Dim) -> None:
         part.coupled = True
 
 
-def _bind(one: Atom, dim: Dim) -> None:
+def _bind(axis_atom: Atom, dim: Dim) -> None:
     """Bind an atom to a dimension, which inherits the atom's properties."""
-    one.bound = dim
+    axis_atom.bound = dim
     if len(dim) == 1 and isinstance(dim[0], Atom):
-        dim[0].role = dim[0].role or one.role
-    if one.fixed:
+        dim[0].role = dim[0].role or axis_atom.role
+    if axis_atom.fixed:
         fix(dim)
-    if one.coupled:
+    if axis_atom.coupled:
         couple(dim)
 
 
@@ -264,7 +264,7 @@ def regroup(
                 group.append((source, factor))
                 missing //= length
             elif missing and length % missing == 0:
-                outer, inner = _factorise(factor, missing, roles)
+                outer, inner = _factorize(factor, missing, roles)
                 group += [(source, part) for part in outer]
                 remaining += [(source, part) for part in reversed(inner)]
                 missing = 1
@@ -278,7 +278,7 @@ def regroup(
     return groups
 
 
-def _factorise(factor: Factor, outer_size: int, roles: tuple[str, str]) -> tuple[Dim, Dim]:
+def _factorize(factor: Factor, outer_size: int, roles: tuple[str, str]) -> tuple[Dim, Dim]:
     """Split a factor into an outer part of a size and the inner rest."""
     inner_size = _factor_size(factor) // outer_size
     match factor:

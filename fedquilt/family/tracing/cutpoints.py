@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fedquilt.family.tracing.atoms import is_plain
-from fedquilt.family.tracing.record import Call, Run, Value, Visit
+from fedquilt.family.tracing.run import Call, Run, Value, Visit
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ class CutPoint:
 
     # Names of the modules that return this value, in the order in which they end
     paths: tuple[str, ...]
-    value: Value
+    value: Value  # The output
     stop: int  # Number of operations before it
     macs: int  # Multiply-adds of the operations before it
 
@@ -114,8 +114,9 @@ class Reads:
                     self._from_data.setdefault(target, number)
 
     def crossing(self, visit: Visit) -> list[Value]:
-        """Return the values besides its output that are computed before a module ends and read
-        after it.
+        """Return the values that are computed before a module ends and read after it.
+
+        The output of the module is not among them.
         """
         return [
             value
@@ -213,19 +214,19 @@ def propose(cuts: Sequence[CutPoint], count: int, run: Run) -> list[CutPoint]:
         forced = set(marked)
 
     @cache
-    def best(start: int, left: int, done: int) -> tuple[float, tuple[int, ...]] | None:
-        """Return the cheapest choice of `left` ends among the allowed ones from `start` on.
+    def best(start: int, num_ends: int, done: int) -> tuple[float, tuple[int, ...]] | None:
+        """Return the cheapest choice of `num_ends` ends among the allowed ones from `start` on.
 
         `done` are the multiply-adds of the stages before. The result is the cost and the choice.
         """
-        if left == 0:
+        if num_ends == 0:
             return None if any(index in forced for index in allowed[start:]) else (0.0, ())
         choices = []
-        for position in range(start, len(allowed) - left + 1):
+        for position in range(start, len(allowed) - num_ends + 1):
             index = allowed[position]
             # What runs after the end of E_S is part of the last stage too.
-            reached = options[index].macs if left > 1 else total
-            later = best(position + 1, left - 1, reached)
+            reached = options[index].macs if num_ends > 1 else total
+            later = best(position + 1, num_ends - 1, reached)
             if later is not None:
                 choices.append((float(reached - done) ** 2 + later[0], (index, *later[1])))
             if index in forced:
@@ -235,9 +236,9 @@ def propose(cuts: Sequence[CutPoint], count: int, run: Run) -> list[CutPoint]:
             choices, key=lambda choice: (choice[0], [-index for index in choice[1]]), default=None
         )
 
-    choice_found = best(0, count, 0)
-    assert choice_found is not None, "there are fewer candidates than stages"
-    return [options[index] for index in choice_found[1]]
+    choice = best(0, count, 0)
+    assert choice is not None, "there are fewer candidates than stages"
+    return [options[index] for index in choice[1]]
 
 
 def _outermost(options: Sequence[CutPoint], marked: Sequence[int], count: int) -> list[int]:
@@ -289,8 +290,9 @@ def _are_fewer(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
 
 
 def _shrinks(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Return True if the resolution is halved or less. A convolution without padding does not
-    count.
+    """Return True if the resolution is at most halved.
+
+    The small loss by a convolution without padding does not count.
     """
     if len(before) != len(after):
         return _are_fewer(before, after)

@@ -10,36 +10,21 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from math import isclose, prod
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fedquilt.family.tracing.atoms import (
-    Dim,
-    Factor,
-    Facts,
-    Terms,
-    count,
-    couple,
-    is_free,
-    is_plain,
-    pin,
-    plain,
-    resolve,
-    size,
-    split,
-    unify,
-)
-from fedquilt.family.tracing.record import Value
+from fedquilt.family.tracing.atoms import Dim
+from fedquilt.family.tracing.attributes import attributes
+from fedquilt.family.tracing.run import Value
 
 Leaf = tuple[Value, int] | str  # A dimension of a tensor, or the path of an attribute
 Powers = tuple[tuple[Leaf, int], ...]  # A monomial, in the order of `_rank`
@@ -53,20 +38,18 @@ class Equation:
     For a slice, it may be the length of what comes before the slice.
     """
 
-    size: Poly
-    value: Value
+    size: Poly  # The size, as a polynomial of dimensions and attributes
+    value: Value  # The tensor that has the dimension
     mark: object  # Number of a dimension, or a key of `value.marks`
 
     @property
     def dim(self) -> Dim | None:
         """Return the dimension. None: no rule has described the tensor."""
-        if not self.value.known:
+        if not self.value.described:
             return None
-        return (
-            self.value.dims[self.mark]
-            if isinstance(self.mark, int)
-            else self.value.marks.get(self.mark)
-        )
+        if isinstance(self.mark, int):
+            return self.value.dims[self.mark]
+        return self.value.marks.get(self.mark)
 
 
 class Size(int):
@@ -187,13 +170,14 @@ class Scale(float):
 
 
 def _poly(value: int) -> Poly:
+    """Return a number as a polynomial. A number without an origin is a constant."""
     return value.poly if isinstance(value, Size) else {(): Fraction(value)}
 
 
-def _times(one: Powers, two: Powers) -> Powers:
+def _times(a: Powers, b: Powers) -> Powers:
     """Multiply two monomials."""
-    powers = dict(one)
-    for leaf, power in two:
+    powers = dict(a)
+    for leaf, power in b:
         powers[leaf] = powers.get(leaf, 0) + power
     return tuple(sorted(((leaf, power) for leaf, power in powers.items() if power), key=_rank))
 
@@ -302,45 +286,14 @@ def _unguarded(func: types.FunctionType) -> Callable[..., Any]:
     return copy
 
 
-_ARITHMETIC = {
-    *(
-        "mul",
-        "div",
-        "true_divide",
-        "divide",
-        "multiply",
-        "add",
-        "sub",
-        "pow",
-        "rsub",
-        "mul_",
-        "div_",
-        "add_",
-        "sub_",
-    ),
-    *(
-        "__mul__",
-        "__rmul__",
-        "__truediv__",
-        "__rtruediv__",
-        "__div__",
-        "__rdiv__",
-        "__imul__",
-        "__itruediv__",
-    ),
-    *(
-        "__add__",
-        "__radd__",
-        "__sub__",
-        "__rsub__",
-        "__pow__",
-        "__rpow__",
-        "softmax",
-        "baddbmm",
-        "clamp",
-    ),
-}
-_Use = Callable[..., None]
+# Arithmetic functions and operators of torch: a size among their arguments becomes a number.
+_ARITHMETIC_NAMES = (
+    "mul div true_divide divide multiply add sub pow rsub mul_ div_ add_ sub_ "
+    "__mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __imul__ __itruediv__ "
+    "__add__ __radd__ __sub__ __rsub__ __pow__ __rpow__ softmax baddbmm clamp"
+)
+_ARITHMETIC = frozenset(_ARITHMETIC_NAMES.split())
+_Use = Callable[..., None]  # (trail, result, *args, **kwargs) of a call
 # Functions that note which arguments are lengths of the result, by the name of torch's function
 _USES: dict[str, _Use] = {}
 
@@ -405,10 +358,8 @@ def _narrowed(trail: Trail, out: Tensor, x: Tensor, dim: int, start: int, length
 @_use("__getitem__")
 def _indexed(trail: Trail, out: Tensor, x: Tensor, index: Any) -> None:
     entries = list(index) if isinstance(index, tuple) else [index]
-    if not any(
-        isinstance(e, slice) and any(isinstance(n, Size) for n in (e.start, e.stop))
-        for e in entries
-    ):
+    slices = [entry for entry in entries if isinstance(entry, slice)]
+    if not any(isinstance(end, Size) for entry in slices for end in (entry.start, entry.stop)):
         return
     if any(isinstance(entry, (Tensor, list)) for entry in entries):
         return  # Advanced indexing moves dimensions. The later check covers its result.
@@ -456,237 +407,3 @@ def _attended(
     elif scale is None:
         value = trail.value(query)
         trail.numbers.append({(((value, query.ndim - 1), 1),): Fraction(1)})
-
-
-_MACHINERY = set(vars(nn.Module()))  # Attributes of every module, such as hooks
-
-
-def attributes(module: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield every number that a module keeps, as (path, container, key in it, value)."""
-    seen: set[int] = set()
-    for path, layer in module.named_modules():
-        for name, attribute in list(vars(layer).items()):
-            if name not in _MACHINERY:
-                yield from _numbers(
-                    f"{path}.{name}" if path else name, vars(layer), name, attribute, seen
-                )
-
-
-def _numbers(
-    path: str, holder: Any, key: Any, held: Any, seen: set[int]
-) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield the numbers in one attribute, and in configurations that it holds."""
-    sizes = type(held) in (tuple, list) and all(type(item) is int for item in held)
-    if sizes or type(held) in (int, float):
-        yield path, holder, key, held
-        return
-    settings = _settings(held)
-    if settings is not None and id(held) not in seen:
-        seen.add(id(held))  # Layers may share it. Its first path counts.
-        for name, item in list(settings.items()):
-            yield from _numbers(f"{path}.{name}", settings, name, item, seen)
-
-
-def _settings(held: Any) -> dict[str, Any] | None:
-    """Return the entries of a configuration, or None if an object is none.
-
-    A configuration is a dictionary with names as keys, or an object that only holds attributes.
-    """
-    if type(held) is dict:
-        return held if all(isinstance(key, str) and key.isidentifier() for key in held) else None
-    passive = not isinstance(held, (nn.Module, Tensor, type, types.ModuleType)) and not callable(
-        held
-    )
-    return vars(held) if passive and hasattr(held, "__dict__") else None
-
-
-# --- what follows from it -----------------------------------------------------------------------
-
-
-def solve_sizes(
-    module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], trail: Trail, facts: Facts
-) -> dict[str, Dim]:
-    """Unify dimensions whose sizes depend on each other in Python.
-
-    Args:
-        module: The module.
-        weights: Dimensions of its weights, by name.
-        trail: The sizes that Python used in the runs.
-        facts: Facts about dimensions. Comparisons of unequal sizes are added.
-
-    Returns:
-        The dimensions whose sizes attributes hold, by the path of the attribute.
-    """
-    values: dict[str, int] = {}
-    for path, _, _, attribute in attributes(module):
-        values.update(
-            {f"{path}.{position}": n for position, n in enumerate(attribute)}
-            if isinstance(attribute, (tuple, list))
-            else {path: attribute}
-        )
-    solver = _Solver(values, dict(_layer_sizes(module, weights)))
-    # An equation may need the result of a later one. Three rounds are enough for real modules.
-    for _ in range(3):
-        for equation in trail.equations:
-            dim = equation.dim
-            if dim is not None:
-                solver.solve(equation.size, dim)
-        for left, right in trail.equal:
-            value = solver.evaluate(right)
-            if value is not None:
-                solver.solve(left, value)
-            elif (value := solver.evaluate(left)) is not None:
-                solver.solve(right, value)
-    for poly in trail.numbers:
-        for leaf, _ in (item for powers in poly for item in powers):
-            couple(solver.dim_of(leaf) or ())
-    facts.unlike += [(solver.terms(left), solver.terms(right)) for left, right in trail.unequal]
-    for scale in trail.scales:
-        layer = scale.path.rpartition(".")[0]
-        for product_layer, dim in facts.contracted:
-            if (
-                product_layer == layer
-                and is_free(dim)
-                and any(isclose(scale, size(dim) ** power) for power in (-0.5, 0.5))
-            ):
-                solver.found[scale.path] = dim
-                couple(dim)
-    return solver.found
-
-
-def _layer_sizes(
-    module: nn.Module, weights: Mapping[str, tuple[Dim, ...]]
-) -> Iterator[tuple[str, Dim]]:
-    """Yield the attributes of torch's layers that hold sizes of their weights.
-
-    They need no search, because the layers of a member are resized by rules (`build.py`).
-    """
-    for path, layer in module.named_modules():
-        if isinstance(layer, nn.Linear):
-            names = ["out_features", "in_features"]
-        elif isinstance(layer, _ConvNd) and layer.groups == 1:
-            names = (
-                ["in_channels", "out_channels"]
-                if layer.transposed
-                else ["out_channels", "in_channels"]
-            )
-        else:
-            continue
-        prefix = f"{path}." if path else ""
-        for name, dim in zip(names, weights.get(f"{prefix}weight", ()), strict=False):
-            yield prefix + name, dim
-
-
-@dataclass
-class _Solver:
-    """A solver of equations between sizes, for one unknown at a time.
-
-    Equations that it cannot solve are covered by the later check of members.
-    """
-
-    values: Mapping[str, int]
-    given: Mapping[str, Dim]  # Dimensions that are known from the start, by attribute
-    # Dimensions whose sizes attributes hold, by attribute
-    found: dict[str, Dim] = field(default_factory=dict)
-
-    def dim_of(self, leaf: Leaf) -> Dim | None:
-        """Return the dimension that an attribute or a tensor's dimension is, or None if it is
-        unknown.
-        """
-        if isinstance(leaf, str):
-            return self.given.get(leaf) or self.found.get(leaf)
-        value, dim = leaf
-        return resolve(value.dims[dim]) if value.known else None
-
-    def evaluate(self, poly: Poly) -> Dim | None:
-        """Return the dimension that a size equals, or None if it is no single known dimension."""
-        match [(powers, factor) for powers, factor in poly.items()]:
-            case [(((leaf, 1),), factor)] if factor == 1:
-                return self.dim_of(leaf)
-            case [((), factor)]:
-                return plain(int(factor))
-        return None
-
-    def terms(self, poly: Poly) -> Terms:
-        """Return a size as a sum of products of dimensions.
-
-        An attribute that follows no axis has the same value in every member, so that it counts as a
-        constant. Without that, the width at which another attribute equals it would never be tried.
-        """
-        return tuple(
-            (factor, tuple((self._dim_or_constant(leaf), power) for leaf, power in powers))
-            for powers, factor in poly.items()
-        )
-
-    def _dim_or_constant(self, leaf: Leaf) -> Dim:
-        dim = self.dim_of(leaf)
-        if dim is not None:
-            return dim
-        return plain(self.values[leaf] if isinstance(leaf, str) else leaf[0].shape[leaf[1]])
-
-    def solve(self, poly: Poly, dim: Dim) -> None:
-        """Make `poly` the size of `dim`. For 2·a·b⁻¹ that is a = (b dim) / 2."""
-        if len(poly) != 1:
-            return
-        ((powers, factor),) = poly.items()
-        product = resolve(dim)
-        unsolved: list[tuple[Leaf, Dim | None]] = []
-        for leaf, power in powers:
-            leaf_dim = self.dim_of(leaf)
-            if leaf_dim is None and power < 0 and isinstance(leaf, str):
-                leaf_dim = plain(self.values[leaf])
-            if leaf_dim is not None and is_plain(leaf_dim):
-                factor *= Fraction(size(leaf_dim)) ** power
-            elif leaf_dim is not None and power == -1:
-                product = (*leaf_dim, *product)
-            elif power == 1:
-                unsolved.append((leaf, leaf_dim))
-            else:
-                return
-        quotient = _divide((*plain(factor.denominator), *product), plain(factor.numerator))
-        for leaf, leaf_dim in unsolved[:]:
-            if quotient is not None and leaf_dim is not None and len(unsolved) > 1:
-                quotient = _divide(quotient, leaf_dim)
-                unsolved.remove((leaf, leaf_dim))
-        if quotient is None or len(unsolved) != 1:
-            return
-        ((leaf, leaf_dim),) = unsolved
-        if leaf_dim is None:
-            if isinstance(leaf, str) and size(quotient) == self.values[leaf]:
-                self.found[leaf] = quotient
-        elif count(leaf_dim) != count(quotient):  # Sizes demand equal lengths and no more.
-            unify(*_cancel(leaf_dim, quotient))
-
-
-def _cancel(one: Dim, other: Dim) -> tuple[Dim, Dim]:
-    """Return two products without the factors that they share.
-
-    For (c 2) and (2 d) these are c and d, which must be equally long.
-    """
-    remaining: list[Factor] = []
-    right = list(resolve(other))
-    for factor in resolve(one):
-        if factor in right:
-            right.remove(factor)
-        else:
-            remaining.append(factor)
-    return tuple(remaining), tuple(right)
-
-
-def _divide(dim: Dim, factor: Dim) -> Dim | None:
-    """Return a product divided by one of its factors, or None if it is no factor."""
-    dim, factor = resolve(dim), resolve(factor)
-    if not is_plain(factor):
-        for position in range(len(dim) - len(factor) + 1):
-            if dim[position : position + len(factor)] == factor:
-                return resolve((*dim[:position], *dim[position + len(factor) :]))
-        return None
-    n = size(factor)
-    for position, part in enumerate(dim):
-        if isinstance(part, int) and part % n == 0:
-            return resolve((*dim[:position], part // n, *dim[position + 1 :]))
-    if n == 1 or size(dim) % n:
-        return dim if n == 1 else None
-    outer, inner = split(dim, (n, size(dim) // n))
-    pin(outer)  # The number of pieces is written in the code.
-    return resolve(inner)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fedquilt.family.cut import inside
+from fedquilt.family.rows import inside
 
 if TYPE_CHECKING:
     from fedquilt.family.member import Member

@@ -1,5 +1,6 @@
-"""Random cuts of a small layout that has sums, products and repeated axes, and their plain
-reference.
+"""Random cuts of a small layout, and a reference by plain indexing.
+
+The layout has sums, products and repeated axes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Members of many small modules against one oracle: the full network with what was cut zeroed and
-norms told so.
+"""Members of many small modules, compared with the full network in which cut channels are zero.
+
+Norms of the full network get a mask, because zeros would change their statistics.
 """
 
 from __future__ import annotations
@@ -681,8 +682,8 @@ def zeroed(module: nn.Module, layout: Layout, index: Index) -> dict[str, Tensor]
     return found
 
 
-class Told(nn.Module):
-    """The hand-written reference: a norm of the full model that looks only at the channels a cut
+class MaskedNorm(nn.Module):
+    """The hand-written reference: a norm of the full model that sees only the channels a cut
     keeps.
     """
 
@@ -720,7 +721,7 @@ def reference(name: str, index: Index) -> Tensor:
         if isinstance(layer, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)) and layer.weight is not None:
             (kept,) = layout.positions(f"{path}.weight", index)
             parent, _, key = path.rpartition(".")
-            setattr(full.get_submodule(parent), key, Told(layer, kept.tensor))
+            setattr(full.get_submodule(parent), key, MaskedNorm(layer, kept.tensor))
     # Attention divides by the root of the head's size, which a cut makes smaller.
     for weight, rows, axis in QUERIES.get(name, ()):
         factor = math.sqrt(layout.axes[axis].size / len(index[axis]))
@@ -750,10 +751,7 @@ QUERIES = {
     "cross": [("attn.q_proj_weight", 16, "a.dim"), ("attn.in_proj_bias", 16, "a.dim")],
 }
 # norms without weights, and over a weight's inputs: compared with their makers
-INEXACT = {
-    "configured",
-    "weight_norm",
-}
+INEXACT = {"configured", "weight_norm"}
 
 
 @pytest.mark.parametrize("share", [1 / 16, 0.25, 0.5, 0.6, 1.0])
@@ -768,7 +766,7 @@ def test_a_member_is_the_full_model_with_the_cut_channels_gone(name: str, share:
 
 
 @pytest.mark.parametrize("name", ["vit", "fused", "llama", "gpt", "cross"])
-def test_whole_heads_can_go(name: str) -> None:
+def test_whole_heads_can_be_cut(name: str) -> None:
     module, inputs, _ = traced(name)
     layout = trace_layout(module, inputs, heads="whole")
     heads = {axis.name: 1 for axis in layout.axes.values() if not axis.fixed}
@@ -792,7 +790,7 @@ MAKERS: dict[str, Callable[..., nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", sorted(MAKERS))
-def test_a_member_is_what_its_class_makes_when_asked_for_less(name: str) -> None:
+def test_a_member_equals_a_module_that_its_class_makes_with_smaller_sizes(name: str) -> None:
     module, inputs, layout = traced(name)
     index = choose(layout, 0.5)
     if name == "mixer":

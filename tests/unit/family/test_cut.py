@@ -8,18 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedquilt.axes import Index, Positions
-from fedquilt.family.cut import (
-    WHOLE,
-    add_at,
-    count,
-    is_blocky,
-    prefix,
-    put_at,
-    rows,
-    scattered,
-    take,
-    windows,
-)
+from fedquilt.family.cut import WHOLE, prefix, scattered, windows
+from fedquilt.family.rows import add_at, count_trained, is_blocky, kept_rows, put_at, take
 from fedquilt.tensors import Flat
 from fedquilt.terms import Arch
 from tests.unit.family import cuts
@@ -36,7 +26,7 @@ def test_prefix_keeps_the_first_channels():
     assert {axis: list(p) for axis, p in prefix(ARCH).index.items()} == {"a": [0, 1], "b": [0, 1]}
 
 
-def test_windows_start_where_they_are_told_and_wrap():
+def test_windows_start_at_the_requested_position_and_wrap():
     cut = windows(ARCH, {"a": 3, "b": 1}, cuts.SIZES)
     assert {axis: list(p) for axis, p in cut.index.items()} == {"a": [3, 0], "b": [1, 2]}
     assert cut.arch == ARCH
@@ -63,7 +53,7 @@ def test_scattered_is_a_sorted_random_set_of_its_own_for_every_axis():
 def test_take_add_and_put_are_plain_indexing(submodel, name):
     index = submodel.index
     whole = cuts.state(1)[name]
-    cut = rows(cuts.DIMS[name], index, cuts.SIZES)
+    cut = kept_rows(cuts.DIMS[name], index, cuts.SIZES)
     part = take(whole, cut)
     assert torch.equal(part, cuts.pick(whole, name, index))
 
@@ -83,7 +73,7 @@ def test_take_add_and_put_are_plain_indexing(submodel, name):
     assert torch.equal(other, torch.where(kept, whole, 9.0))
 
 
-def test_many_runs_take_the_indexed_way_with_the_same_numbers():
+def test_cuts_with_many_runs_are_indexed_and_give_the_same_numbers():
     whole = torch.arange(400.0).reshape(20, 20)
     even = Positions.chosen(range(0, 20, 2))
     cut = (even, even)
@@ -108,7 +98,7 @@ def test_take_skips_leading_dimensions_and_is_a_view_of_neighbours():
 
 
 def test_a_weight_that_keeps_everything_has_no_rows():
-    assert rows(cuts.DIMS["square"], Index(), cuts.SIZES) == (None, None)
+    assert kept_rows(cuts.DIMS["square"], Index(), cuts.SIZES) == (None, None)
     whole = torch.ones(4, 4)
     add_at(whole, (None, None), torch.ones(4, 4))
     assert torch.equal(whole, torch.full((4, 4), 2.0))
@@ -159,7 +149,7 @@ def test_gradients_flow_through_narrow():
 
 @few
 @given(cuts.submodels(), cuts.submodels())
-def test_overlay_writes_only_where_both_hold(base, top):
+def test_overlay_writes_only_positions_that_both_have(base, top):
     cutter, lower, upper = cuts.cutter(), cuts.state(4), cuts.state(5)
     below, above = (cutter.gather(w, s, NAMES) for w, s in ((lower, base), (upper, top)))
     copies = {name: value.clone() for name, value in below.items()}
@@ -184,7 +174,7 @@ def test_overlay_of_nothing_in_common_is_the_base():
 
 @few
 @given(cuts.submodels(), cuts.submodels())
-def test_common_is_the_intersection_in_the_first_ones_order(one, other):
+def test_common_is_the_intersection_in_the_order_of_the_first(one, other):
     cutter = cuts.cutter()
     shared = cutter.common(one.index, other.index)
     for axis, size in cuts.SIZES.items():
@@ -192,7 +182,7 @@ def test_common_is_the_intersection_in_the_first_ones_order(one, other):
         assert list(shared.get(axis, range(size))) == [p for p in mine if p in theirs]
 
 
-def test_the_cutter_forgets_old_cuts_and_still_answers():
+def test_the_cutter_drops_old_cuts_and_computes_them_again():
     cutter = cuts.cutter()
     cutter._memory = 2
     found = [cutter.rows("bias", Index({"class": Positions.prefix(n)})) for n in (1, 2, 3, 4, 1)]
@@ -217,10 +207,12 @@ def test_a_full_window_is_the_whole_axis_in_order_so_that_equal_members_stack(si
 
 @pytest.mark.parametrize("few_runs", [1, 8])
 def test_counts_have_length_one_where_no_cut_narrows(monkeypatch, few_runs):
-    monkeypatch.setattr("fedquilt.family.cut._FEW_RUNS", few_runs)  # by index, and by slices
+    monkeypatch.setattr("fedquilt.family.rows.MAX_SLICES", few_runs)  # by index, and by slices
     shape = (4, 5, 3)
     first, second = (Positions.prefix(2), None, None), (Positions.chosen([0, 3]), None, None)
-    counts = count(shape, [(first, 1.0), (second, 2.0)], 0.5, torch.zeros(0, dtype=torch.float64))
+    counts = count_trained(
+        shape, [(first, 1.0), (second, 2.0)], 0.5, torch.zeros(0, dtype=torch.float64)
+    )
     assert counts.shape == (4, 1, 1)
     assert counts.dtype == torch.float64
     assert counts.flatten().tolist() == [3.5, 1.5, 0.5, 2.5]
@@ -228,7 +220,7 @@ def test_counts_have_length_one_where_no_cut_narrows(monkeypatch, few_runs):
 
 @few
 @given(st.lists(cuts.submodels(), min_size=1, max_size=4), st.booleans())
-def test_a_tally_counts_every_position_and_says_if_all_were_held(submodels, flat):
+def test_a_tally_counts_every_position_and_whether_all_were_trained(submodels, flat):
     whole = cuts.state(1)
     for names in (NAMES, ("square",)):
         like = Flat.of({name: whole[name] for name in names})
@@ -268,9 +260,9 @@ def test_flat_and_sliced_cuts_are_the_same_to_the_bit(submodel, other):
         assert torch.equal(sums[0].vector, sums[1].vector)
 
 
-def test_places_and_maps_are_forgotten_when_they_are_many(monkeypatch):
-    monkeypatch.setattr("fedquilt.family.cut._PLACES", 2)
-    monkeypatch.setattr("fedquilt.family.cut._MAPS", 1)
+def test_caches_of_positions_and_maps_are_bounded(monkeypatch):
+    monkeypatch.setattr("fedquilt.family.cut.MAX_CACHED_CUTS", 2)
+    monkeypatch.setattr("fedquilt.family.cut.MAX_MAP_BYTES", 1)
     cutter, whole = cuts.cutter(flat=True), cuts.state(1)
     for start in range(4):
         for width in (1, 2, 3):

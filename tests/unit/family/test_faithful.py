@@ -1,4 +1,4 @@
-"""What clients train is the network that the user wrote, and that a device is handed."""
+"""Clients train the network that the user wrote and that `deploy` returns."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ def small_net_of_digits() -> nn.Module:
     return net
 
 
-def test_a_norm_of_ones_own_is_not_laid_side_by_side(family):
+def test_a_custom_norm_is_not_grouped(family):
     with pytest.raises(GroupingError, match="NormReLU may compute more"):
         family.member(family.whole).grouped(2)
 
 
-def test_dual_norms_of_ones_own(make_data, play):
+def test_dual_norms_of_a_custom_norm(make_data, play):
     family = fq.trace(fq.dual(small_net), torch.zeros(2, 1, 4, 4))
     for mode in (*BOTH, Pass(statistics="stored")):
         family.member(family.fit(fq.Budget(share=0.5))).check_net((mode,))
@@ -115,10 +115,9 @@ def test_dual_norms_of_ones_own(make_data, play):
 
 
 class Detector(nn.Module):
-    """A module that doubles its outputs where fedquilt's code stands in for its norm, if it is
-    narrow.
+    """A module that doubles its outputs if it is narrow and fedquilt's code replaces its norm.
 
-    So it stands for any mistake in a net; the module itself never takes that branch.
+    It simulates a mistake in a net. The module itself never takes that branch.
     """
 
     def __init__(self) -> None:
@@ -162,9 +161,7 @@ def test_nets_within_a_step_and_in_tests_are_compared_too(method, how, detector,
         fq.prepare(method, detector, data, fq.Fleet.of((1.0,), 2, 2), evaluation=how)
 
 
-def test_a_net_that_differs_is_refused_where_it_would_be_handed_out(
-    detector, play, make_data, tmp_path
-):
+def test_a_net_that_differs_is_refused_in_deployment(detector, play, make_data, tmp_path):
     run = play(HeteroFL(), detector, make_data(detector, (6, 6)), rounds=1)
     half = fq.Budget(share=0.5)
     for ask in (
@@ -303,7 +300,7 @@ def test_columns_keep_their_ranges_in_the_samples_to_compare_on(caplog):
     assert not caplog.records
 
 
-def test_what_cannot_be_compared_is_told(caplog):
+def test_modules_that_cannot_be_compared_are_reported(caplog):
     family = fq.trace(Odd(FailsInTraining()), torch.zeros(2, 4))
     with caplog.at_level(logging.WARNING):
         family.member(family.whole).check_net(BOTH)
@@ -314,7 +311,7 @@ def test_what_cannot_be_compared_is_told(caplog):
     ]
 
 
-def test_members_that_fail_alike_are_told_once(caplog):
+def test_members_that_fail_in_the_same_way_are_reported_once(caplog):
     family = fq.trace(Odd(FailsInTraining()), torch.zeros(2, 4))
     for share in (1.0, 0.5, 0.25):
         family.member(family.fit(fq.Budget(share=share))).check_net(BOTH)
@@ -361,6 +358,6 @@ def test_a_frozen_norm_trains_where_statistics_are_stored(play, make_data):
         play(HeteroFL(), family, data)
 
 
-def test_all_nets_of_a_mix_are_compared(detector, play, make_data):
+def test_all_nets_of_an_ensemble_are_compared(detector, play, make_data):
     with pytest.raises(TraceError, match="Detector, with"):
         play(SplitMix(), detector, make_data(detector, (6, 6)))

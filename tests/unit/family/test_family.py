@@ -31,7 +31,9 @@ def hidden(family: fq.Family, **budget: float) -> int:
 @pytest.mark.parametrize(
     ("share", "kept"), [(1, 6), (0.99, 5), (0.5, 3), (1 / 3, 2), (2 / 3, 4), (0.1, 1), (1e-9, 1)]
 )
-def test_a_share_keeps_its_floor_of_every_axis_and_at_least_one(share, kept, perceptron):
+def test_a_share_is_rounded_down_on_every_axis_and_keeps_at_least_one_channel(
+    share, kept, perceptron
+):
     assert hidden(perceptron, share=share) == kept
 
 
@@ -125,7 +127,7 @@ def test_several_limits_hold_together(perceptron):
     assert hidden(perceptron, params=1e9, macs=14) == 2
 
 
-def test_a_budget_no_member_fits_says_what_the_smallest_needs(perceptron):
+def test_a_budget_that_no_member_fits_is_refused_with_the_costs_of_the_smallest(perceptron):
     with pytest.raises(
         BudgetError, match=r"no member fits the budget params 5: the smallest has 11 parameters, 7 "
     ):
@@ -250,7 +252,7 @@ def test_costs_are_a_samples_whatever_the_batch(residual):
     ],
     ids=["needs two samples", "names no device", "looks at its data"],
 )
-def test_costs_of_forwards_that_ask_for_more_than_shapes(between):
+def test_costs_of_forwards_that_use_more_than_shapes(between):
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -324,7 +326,7 @@ def test_count_is_the_modules_own(residual, language):
 # --- weights ------------------------------------------------------------------------------------
 
 
-def test_a_factory_is_called_anew_for_every_seed_and_leaves_torchs_generator_alone(perceptron):
+def test_a_factory_is_called_for_every_seed_and_torchs_generator_is_restored(perceptron):
     before = torch.random.get_rng_state()
     one, again, other = (perceptron.init(seed) for seed in (0, 0, 1))
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -369,7 +371,7 @@ def test_nets_and_costs_are_made_once(residual):
     assert residual.cost(arch) is residual.cost(arch)
 
 
-def test_what_a_family_knows_of_its_weights(residual):
+def test_a_family_lists_its_weights_by_what_they_are_for(residual):
     norms = {name for name in residual.layout.dims if "running" in name}
     assert set(residual.statistics) == norms
     assert set(residual.trainable) == {
@@ -380,7 +382,7 @@ def test_what_a_family_knows_of_its_weights(residual):
     assert residual.axes["head.linear.weight"].startswith("class ")
 
 
-def test_frozen_weights_are_cut_along_but_not_trained(play, make_data):
+def test_frozen_weights_are_cut_and_not_trained(play, make_data):
     class Frozen(_Wide):
         def __init__(self) -> None:
             super().__init__(6)
@@ -422,8 +424,8 @@ def test_weights_that_are_never_cut_are_deployed_as_precise_as_the_others(play, 
     assert model(torch.zeros(2, 2, dtype=torch.float64)).shape == (2, family.num_classes)
 
 
-def test_what_is_never_trained_does_not_depend_on_the_hour(tmp_path):
-    """A run that goes on in another process has the same constants."""
+def test_constants_are_the_same_in_every_process(tmp_path):
+    """A run that continues in another process has the same constants."""
 
     class Frozen(_Wide):
         def __init__(self) -> None:
@@ -482,7 +484,9 @@ def test_narrow_members_of_groups_are_within_wider_ones(groups, channels, roundi
 @pytest.mark.parametrize(
     ("groups", "sizes"), [(4, (2, 8)), (2, (4, 12)), (3, (5, 7)), (8, (1, 3)), (8, (2, 4))]
 )
-def test_so_are_those_of_groups_with_more_channels_out_than_in(groups, sizes, rounding):
+def test_narrow_members_of_groups_with_more_outputs_than_inputs_are_within_wider_ones(
+    groups, sizes, rounding
+):
     into, out = (groups * size for size in sizes)
     net = nn.Sequential(
         nn.Conv2d(1, into, 1),
@@ -553,13 +557,13 @@ class TwoOutputs(nn.Module):
         return torch.cat([self.one(x), self.two(x)], 1)
 
 
-def test_a_model_without_classes_says_so():
+def test_a_model_without_a_class_axis_is_reported():
     family = fq.trace(TwoOutputs, torch.zeros(2, 3))
     with pytest.raises(TraceError, match=r"TwoOutputs has no class axis.*class_dim="):
         _ = family.num_classes
 
 
-def test_whole_numbers_for_a_model_of_real_ones_are_refused_with_what_would_work():
+def test_integers_for_a_model_of_real_numbers_are_refused_with_a_remedy():
     family = fq.trace(lambda: nn.Linear(3, 2), torch.ones(2, 3, dtype=torch.int64))
     message = (
         r"Linear does not run on the example of shape \(2, 3\), int64: RuntimeError: "
@@ -573,7 +577,7 @@ def test_whole_numbers_for_a_model_of_real_ones_are_refused_with_what_would_work
 
 
 class Counting(nn.Module):
-    """Counts how often it was asked, and lets its answer depend on it or not."""
+    """A module that counts its forward passes. Its output may depend on the count."""
 
     def __init__(self, slope: float, buffer: bool) -> None:
         super().__init__()
@@ -609,7 +613,7 @@ class Averaging(nn.Module):
 
 
 class Depths(nn.Module):
-    """Leaves its second layer out by lots that are not torch's."""
+    """A module that skips its second layer at random, by Python's or NumPy's generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -622,7 +626,7 @@ class Depths(nn.Module):
         return self.last(x)
 
 
-def test_lots_that_python_draws_are_no_memory():
+def test_random_choices_of_python_are_no_hidden_state():
     family = fq.trace(Depths, torch.rand(2, 4))
     before = random.getstate()
     for _ in range(5):
@@ -640,21 +644,21 @@ def test_lots_that_python_draws_are_no_memory():
         (lambda: Counting(0.1, False), "it keeps something outside of its weights"),
     ],
 )
-def test_a_net_whose_answer_depends_on_what_it_remembers_is_refused(make, what, make_data):
+def test_a_net_whose_output_depends_on_hidden_state_is_refused(make, what, make_data):
     family = fq.trace(make, torch.rand(2, 4))
     with pytest.raises(
-        TraceError, match=f"answers the same batch otherwise when it is asked again: {what}"
+        TraceError, match=f"returns another output for the same batch the second time: {what}"
     ):
         fq.prepare(FedAvg(), family, make_data(family, (6, 6)), fq.Fleet.of((1.0,), 2, 2))
 
 
-def test_what_a_net_counts_for_itself_is_lost_and_said_so(make_data, caplog):
+def test_hidden_state_without_influence_is_lost_with_a_warning(make_data, caplog):
     family = fq.trace(lambda: Counting(0.0, True), torch.rand(2, 4))
     fq.prepare(FedAvg(), family, make_data(family, (6, 6)), fq.Fleet.of((1.0,), 2, 2))
     assert "Counting: what its forward writes into asked is not kept." in caplog.text
 
 
-def test_nets_that_draw_or_track_forget(residual, language):
+def test_nets_with_dropout_or_tracked_norms_are_stateless(residual, language):
     for family in (residual, language):  # batch norm, dropout
         family.check_stateless()
 
@@ -664,17 +668,9 @@ def test_nets_that_draw_or_track_forget(residual, language):
     [
         (nn.Linear(4, 3), torch.zeros(2, 4), (2, 3)),
         # one output is no axis, because it cannot be cut
-        (
-            nn.Linear(4, 1),
-            torch.zeros(2, 4),
-            (2, 1),
-        ),
+        (nn.Linear(4, 1), torch.zeros(2, 4), (2, 1)),
         # classes come last, and are moved
-        (
-            nn.Embedding(7, 5),
-            torch.zeros(2, 6, dtype=torch.int64),
-            (2, 5, 6),
-        ),
+        (nn.Embedding(7, 5), torch.zeros(2, 6, dtype=torch.int64), (2, 5, 6)),
     ],
 )
 def test_the_shape_of_the_output_has_classes_in_dimension_1(model, example, shape):

@@ -123,8 +123,9 @@ def test_frozen_recurrent_layers_save_nothing(monkeypatch):
 
 
 def test_operations_of_a_count_do_not_grow_with_the_time_steps():
-    """A count of 400 time steps takes as many operations as one of 8. All are run by `torch.gru`
-    otherwise.
+    """A count of 400 time steps takes as many operations as one of 8.
+
+    `torch.gru` itself would run all steps.
     """
     steps = []
 
@@ -165,7 +166,7 @@ def test_packed_sequences_are_run_as_they_are():
 def test_thirty_limits_count_each_member_once(step, counted):
     """The members found are those of an exhaustive search, and limits share what was counted."""
     family = fq.trace(Sensor, torch.zeros(2, 3, 4))
-    shares = sorted(family._steps)
+    shares = sorted(family.fitter.steps)
     archs = [family.fit(fq.Budget(share=share)) for share in shares]
     whole = family.cost(family.whole)
     most = family.cost(family.whole, step).memory if step else whole.inference
@@ -202,7 +203,7 @@ def test_a_search_counts_few_of_512_members(bound, counted):
 
 @pytest.mark.parametrize("power", [0.1, 1, 3, 20])
 def test_the_search_is_right_where_its_line_is_wrong(power):
-    """Twice as many members as bisection counts are the most, wherever the answer is."""
+    """The search counts at most twice as many members as bisection, whatever the result."""
     count = 300
     needs = [int(1e6 * ((place + 1) / count) ** power) for place in range(count)]
     for limit in (
@@ -232,5 +233,5 @@ def test_results_for_many_budgets_are_kept_up_to_a_bound(monkeypatch):
     )
     smallest = family.count(family.fit(fq.Budget(share=1 / 6)))
     fitted = [family.fit(fq.Budget(params=smallest + place)) for place in range(30)]
-    assert len(family._fitted) == 8
+    assert len(family.fitter._shares) == 8
     assert family.fit(fq.Budget(params=smallest)) == fitted[0]  # one that was dropped

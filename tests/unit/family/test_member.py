@@ -11,7 +11,7 @@ from fedquilt.family.cut import prefix
 from fedquilt.family.net import Pass
 
 
-def test_a_member_is_kept_by_its_family(perceptron):
+def test_a_family_caches_its_members(perceptron):
     half = perceptron.fit(fq.Budget(share=0.5))
     member = perceptron.member(half)
     assert (
@@ -45,7 +45,7 @@ def test_a_member_has_names_and_shapes_of_its_weights(residual):
     assert member.prefix == prefix(member.arch)
 
 
-def test_families_take_members_sub_models_and_widths_alike(residual):
+def test_families_accept_members_sub_models_and_widths(residual):
     arch = residual.fit(fq.Budget(share=0.5))
     for one in (arch, prefix(arch), residual.member(arch)):
         assert residual.cost(one) is residual.member(arch).cost()

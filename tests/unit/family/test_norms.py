@@ -52,7 +52,7 @@ QUARTER = {"base": 0.25}
         "per_client-all": ["tracks", "keeps_statistics", "personal", "stores"],
     }.items(),
 )
-def test_what_each_policy_states(name, states):
+def test_properties_of_each_policy(name, states):
     policy = NORM_POLICIES[name]()
     asked = [
         "tracks",
@@ -78,7 +78,7 @@ def test_the_page_and_the_flag_name_every_policy():
     ).metavar == "|".join(NORM_POLICIES)
 
 
-def test_what_stays_on_a_client(residual, language):
+def test_weights_that_stay_on_a_client(residual, language):
     statistics, norms = set(residual.statistics), set(residual.parts["norm"])
     assert statistics < norms
     assert all(
@@ -123,7 +123,7 @@ class Wrong(NormPolicy):
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (
             lambda: fq.LocalTraining(norm="pots"),
@@ -142,8 +142,8 @@ class Wrong(NormPolicy):
         (Wrong, "owner = 'nobody' was asked for; it may be 'server', 'client'"),
     ],
 )
-def test_what_is_no_policy_is_refused(make, told):
-    with pytest.raises(ConfigError, match=told):
+def test_objects_that_are_no_policies_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
         make()
 
 
@@ -164,7 +164,7 @@ def test_a_policy_in_a_file_that_cannot_be_made_is_refused(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("name", NORM_POLICIES)
-def test_files_have_the_name_alone(name):
+def test_files_have_only_the_name_of_a_policy(name):
     local = fq.LocalTraining(norm=name)
     assert write(local)["norm"] == name
     problems: list[Problem] = []
@@ -177,15 +177,15 @@ def test_files_have_the_name_alone(name):
     assert problems == []
 
 
-def test_an_unknown_name_in_a_file_is_told_with_the_nearest():
+def test_an_unknown_name_in_a_file_is_reported_with_the_nearest():
     with pytest.raises(ConfigError) as caught:
         Experiment.of({"method": {"name": "fedavg", "local": {"norm": "post-won", "epochs": 0}}})
-    told = str(caught.value)
+    message = str(caught.value)
     assert (
         "method.local.norm.name: there is no norm policy named 'post-won'. Did you mean 'post-own'?"
-        in told
+        in message
     )
-    assert "method.local.epochs: 0 was asked for" in told
+    assert "method.local.epochs: 0 was asked for" in message
 
 
 def test_a_policy_in_a_file(residual, play, make_data, tmp_path, monkeypatch):
@@ -300,13 +300,13 @@ def test_public_samples_take_the_place_of_the_clients(engine, residual, play, ma
         torch.testing.assert_close(
             logits, by_hand(model, public, 4)(data.test_inputs).detach(), rtol=0, atol=1e-9
         )
-    told = (
+    message = (
         "the norm policy 'post-public' was asked for, .* on public samples; the data has none. "
         "data.public = 0.1"
     )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         play(method, residual, data, engine=engine)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         play(with_local(method, norm="post"), residual, data).deploy(
             fq.Budget(share=0.5), norms="post-public"
         )
@@ -315,14 +315,14 @@ def test_public_samples_take_the_place_of_the_clients(engine, residual, play, ma
 def test_one_public_sample_has_no_statistics(residual, play, make_data):
     data = replace(make_data(residual, (6, 6)), public=torch.randn(1, 1, 6, 6, dtype=torch.float64))
     method = with_local(HeteroFL(), batch_size=4, norm="post-public")
-    told = (
+    message = (
         "'post-public' was asked for, .*; the data has one, and two or more are needed. "
         "data.public = 0.1"
     )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         fq.prepare(method, residual, data, fq.Fleet.of((1.0,), 2, 2), precision="fp64")
     run = play(with_local(method, norm="post"), residual, data, rounds=1)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         run.deploy(fq.Budget(share=0.5), norms="post-public")
 
 
@@ -399,7 +399,7 @@ def test_a_client_gets_the_net_that_was_evaluated(
 
 
 @pytest.mark.parametrize(
-    ("norm", "asked", "told"),
+    ("norm", "asked", "message"),
     [
         (
             "post",
@@ -429,12 +429,14 @@ def test_a_client_gets_the_net_that_was_evaluated(
         ),
     ],
 )
-def test_norms_that_a_run_does_not_have_are_refused(norm, asked, told, residual, play, make_data):
+def test_norms_that_a_run_does_not_have_are_refused(
+    norm, asked, message, residual, play, make_data
+):
     run = play(
         with_local(HeteroFL(), batch_size=4, norm=norm),
         residual,
         make_data(residual, (6, 6)),
         rounds=1,
     )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         run.deploy(fq.Budget(share=0.5), **asked)

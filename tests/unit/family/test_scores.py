@@ -9,10 +9,11 @@ from torch import Tensor, nn
 import fedquilt as fq
 from fedquilt.axes import Axis, Index, Positions, parse
 from fedquilt.errors import ConfigError, SubmodelError
-from fedquilt.family.cut import highest, inside
+from fedquilt.family.cut import highest
 from fedquilt.family.family import Family
 from fedquilt.family.layout import Layout
 from fedquilt.family.member import Member
+from fedquilt.family.rows import inside
 from fedquilt.family.scores import channel_scores
 from tests.conftest import Perceptron
 
@@ -93,7 +94,7 @@ def test_a_channel_has_all_pixels_that_are_flattened_with_it():
     assert channel_scores(whole(family), weights, norm=1)[hidden_axis(family)].tolist() == [10, 100]
 
 
-def test_of_groups_times_channels_each_axis_has_its_own_rows():
+def test_groups_and_channels_inside_them_are_scored_separately():
     module = nn.Module()
     module.w = nn.Parameter(torch.tensor([1.0, 2, 3, 10, 20, 30]))  # (group, channel) = 2 × 3
     axes = {"g": Axis("g", 2, inner=("c",)), "c": Axis("c", 3)}
@@ -164,7 +165,7 @@ def test_another_norm_is_refused(perceptron):
 # --- the positions with the highest scores ------------------------------------------------------
 
 
-def test_the_highest_positions_are_ascending_and_of_equals_the_first():
+def test_the_highest_positions_are_ascending_and_ties_go_to_the_first():
     arch = fq.methods.api.Arch((("a", 2), ("b", 3)))
     scores = {"a": torch.tensor([1.0, 9.0, 2.0, 7.0]), "b": torch.tensor([5.0, 4.0, 5.0, 5.0, 5.0])}
     submodel = highest(arch, scores)
@@ -176,13 +177,13 @@ def test_the_highest_positions_are_ascending_and_of_equals_the_first():
 
 
 @pytest.mark.parametrize(
-    ("scores", "told"),
+    ("scores", "message"),
     [
         ({}, "2 highest positions of axis 'a' were asked for; none were found"),
         ({"a": torch.zeros(1)}, r"scores of shape \(1,\) were found"),
         ({"a": torch.tensor([0.0, torch.nan, 1.0])}, "some scores are not numbers"),
     ],
 )
-def test_scores_that_do_not_fit_are_refused(scores, told):
-    with pytest.raises(SubmodelError, match=told):
+def test_scores_that_do_not_fit_are_refused(scores, message):
+    with pytest.raises(SubmodelError, match=message):
         highest(fq.methods.api.Arch((("a", 2),)), scores)

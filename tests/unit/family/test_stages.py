@@ -106,7 +106,7 @@ def test_a_stage_ends_after_the_hooks_of_its_last_module() -> None:
     )
 
 
-def test_own_initial_weights_are_those_without_stages() -> None:
+def test_stages_do_not_change_the_initial_weights_of_the_module() -> None:
     factory = cast(Callable[[], nn.Module], fq.with_stages(Net, 2).resolve((ROW,)))
     torch.manual_seed(5)
     made = factory()
@@ -240,13 +240,7 @@ def test_a_stage_that_a_module_runs_itself_can_be_exported() -> None:
     assert extracted.exportable() is extracted
     assert {
         name.split(".")[0] + name.split(".")[1] for name, _ in extracted.named_parameters()
-    } == {
-        "encoder0",
-        "encoder1",
-        "decoder0",
-        "headweight",
-        "headbias",
-    }
+    } == {"encoder0", "encoder1", "decoder0", "headweight", "headbias"}
     assert torch.allclose(torch.export.export(extracted, (x,)).module()(x), expected, atol=1e-6)
 
 
@@ -329,7 +323,7 @@ def test_the_stages_of_a_u_net_are_shallower_u_nets(dims: int) -> None:
 
 
 @pytest.mark.parametrize("dims", [2, 3])
-def test_asymmetric_stages_of_a_u_net_have_the_input_s_size(dims: int) -> None:
+def test_asymmetric_stages_of_a_u_net_have_the_size_of_the_input(dims: int) -> None:
     x = torch.randn(2, 1, *(8,) * dims)
     made = grown(UNet(dims, width=4, depth=3, groups=2), x, "asymmetric")
     for name in made.variants:
@@ -462,11 +456,7 @@ def test_heads_give_the_models_output(
 
 @pytest.mark.parametrize(
     ("features", "channel_dim", "output", "class_dim"),
-    [
-        ((2, 8), 1, (2, 5, 4, 4), 1),
-        ((2, 7, 8), 2, (2, 9, 5), 2),
-        ((2, 8), 1, (2,), 0),
-    ],
+    [((2, 8), 1, (2, 5, 4, 4), 1), ((2, 7, 8), 2, (2, 9, 5), 2), ((2, 8), 1, (2,), 0)],
 )
 def test_a_head_that_cannot_be_made_is_refused(
     features: tuple[int, ...], channel_dim: int, output: tuple[int, ...], class_dim: int

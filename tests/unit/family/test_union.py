@@ -1,6 +1,4 @@
-"""Unions: names, axes, weights and costs of several architectures in one family, and what is
-refused.
-"""
+"""Unions: names, axes, weights and costs of several architectures in one family, and errors."""
 
 from __future__ import annotations
 
@@ -82,7 +80,7 @@ def test_a_member_has_the_axes_of_its_own_nets(both):
     assert both.at(PAIR).whole.sizes == {"flat.first": 6, "deep.first": 5, "deep.second": 7}
 
 
-def test_the_first_net_may_be_asked_for_by_its_name(both):
+def test_the_first_net_can_be_chosen_by_its_name(both):
     assert both.at("flat") is both.at("whole")
     assert both.at(joined("flat", "deep")) is both.at(PAIR)
     assert both.member(both.at("deep").whole).at("flat").arch == both.whole
@@ -122,7 +120,7 @@ def test_attributes_and_ties_belong_to_their_net(language, perceptron):
 # --- weights and modules ------------------------------------------------------------------------
 
 
-def test_the_first_net_has_the_weights_of_the_seed_and_the_others_have_random_numbers_of_their_own(
+def test_the_first_net_starts_from_the_seed_and_other_nets_from_streams_of_their_own(
     perceptron, deep
 ):
     union = fq.union({"flat": perceptron, "a": deep, "b": fq.trace(Deep, EXAMPLE)})
@@ -188,7 +186,7 @@ def test_building_one_net_copies_no_other(both, monkeypatch):
     assert copied == ["deep", "flat"]
 
 
-def test_copies_of_a_union_have_a_choice_of_their_own():
+def test_copies_of_a_union_choose_independently():
     nets = Nets({"flat": Perceptron(), "deep": Deep()})
     other = copy.deepcopy(nets)
     other.choose("deep")
@@ -301,7 +299,7 @@ def test_an_empty_union_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("a/b", "letters, digits"),
         ("a+b", "letters, digits"),
@@ -312,9 +310,9 @@ def test_an_empty_union_is_refused():
         ("norm", "a part of a model has that name already"),
     ],
 )
-def test_names_that_cannot_be_used_are_refused(name, told, perceptron, deep):
+def test_names_that_cannot_be_used_are_refused(name, message, perceptron, deep):
     with pytest.raises(
-        TraceError, match=f"a net named '{name.replace('+', '[+]')}' was asked for; .*{told}"
+        TraceError, match=f"a net named '{name.replace('+', '[+]')}' was asked for; .*{message}"
     ):
         fq.union({"first": deep, name: perceptron})
 
@@ -338,8 +336,8 @@ def test_nets_that_do_not_fit_each_other_are_refused(perceptron, deep):
         ),
         "'a' and 'b' have weights in common": perceptron,
     }
-    for told, other in cases.items():
-        with pytest.raises(TraceError, match=told):
+    for message, other in cases.items():
+        with pytest.raises(TraceError, match=message):
             fq.union({"a": perceptron, "b": other})
     with pytest.raises(TraceError, match="'b' is a Deep; a traced model would work"):
         fq.union({"a": perceptron, "b": Deep()})
@@ -351,7 +349,7 @@ def test_stages_of_a_union_are_refused(both):
             both.staged(stages)
 
 
-def test_a_net_of_a_union_that_remembers_is_refused(perceptron):
+def test_a_net_of_a_union_with_hidden_state_is_refused(perceptron):
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -363,5 +361,5 @@ def test_a_net_of_a_union_that_remembers_is_refused(perceptron):
             return self.layer(x) * self.count
 
     union = fq.union({"flat": perceptron, "counting": fq.trace(Counting, EXAMPLE)})
-    with pytest.raises(TraceError, match="Counting answers the same batch otherwise"):
+    with pytest.raises(TraceError, match="Counting returns another output for the same batch"):
         union.check_stateless()

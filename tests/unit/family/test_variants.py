@@ -119,7 +119,7 @@ def test_joined_variants_have_the_weights_of_both_and_run_the_first(family):
     assert both.at("early") is family.member(family.at("early").whole)
 
 
-def test_members_are_the_same_whatever_the_view_they_are_asked_of(family):
+def test_all_views_of_a_family_return_the_same_members(family):
     view = family.at("early")
     assert view is family.at("early") is family.at(WHOLE).at("early")
     assert view.at(WHOLE) is family

@@ -214,11 +214,7 @@ def test_tied_embeddings_are_one_weight() -> None:
     assert count(models.TransformerLM) - count(models.TransformerLM, tied=True) == 10_000 * 128
     assert functional_call(
         net, dict(net.named_parameters()), (torch.zeros(1, 3, dtype=torch.long),)
-    ).shape == (
-        1,
-        3,
-        50,
-    )
+    ).shape == (1, 3, 50)
 
 
 def test_an_attention_head_can_be_cut_inside() -> None:
@@ -267,7 +263,7 @@ def test_group_norm_and_no_norm_are_options(name: str) -> None:
         assert not any(isinstance(module, nn.BatchNorm2d) for module in modules)
 
 
-def test_what_does_not_exist_is_refused() -> None:
+def test_unknown_options_are_refused() -> None:
     with pytest.raises(ValueError, match="batch, group or none"):
         models.resnet18(norm="layer")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="6n \\+ 4"):

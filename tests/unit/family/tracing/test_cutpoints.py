@@ -1,6 +1,4 @@
-"""Cut points, written down by hand for modules that are in no list, and the stages that are
-proposed from them.
-"""
+"""Cut points of modules, compared with those found by hand, and stages proposed from them."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 
 from fedquilt.family.stages import make_plan
 from fedquilt.family.tracing.cutpoints import find_cuts
-from fedquilt.family.tracing.record import Run
+from fedquilt.family.tracing.run import Run
 from fedquilt.family.tracing.tracer import trace_runs
 from fedquilt.models import MODELS, DenseNet
 
@@ -146,7 +144,7 @@ class WritesThroughViews(nn.Module):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-def test_cuts_are_where_they_were_found_by_hand(
+def test_cut_points_are_those_found_by_hand(
     module: nn.Module, inputs: Tensor, names: list[str]
 ) -> None:
     assert cut_names(module, inputs) == names

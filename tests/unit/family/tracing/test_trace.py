@@ -1,6 +1,4 @@
-"""What tracing finds: axes and their names, groups, heads, attributes, and clear words for what
-cannot be traced.
-"""
+"""Tracing: axes and their names, groups, heads, attributes, and errors of untraceable modules."""
 
 from __future__ import annotations
 
@@ -144,7 +142,7 @@ def test_axes_do_not_depend_on_the_batch(kind: type[nn.Module], batch: int) -> N
     assert trace_layout(kind(), one).fingerprint == trace_layout(kind(), two).fingerprint
 
 
-def test_a_fingerprint_is_of_axes_not_of_lines_in_files() -> None:
+def test_a_fingerprint_depends_on_axes_and_not_on_lines_in_files() -> None:
     layout = trace_layout(Small(), images())
     noted = replace(layout, notes=("because of cumsum in the module itself (net.py:9)",))
     wider = replace(
@@ -167,7 +165,7 @@ def test_a_table_of_positions_is_never_cut_along_its_length() -> None:
     assert dims_of(trace_layout(Tokens(), TOKENS))["position"] == "9 embed"
 
 
-def test_the_classes_may_be_anywhere() -> None:
+def test_the_classes_may_be_in_any_dimension() -> None:
     segment = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 1))
     assert trace_layout(segment, images()).class_dim == 1
     last = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
@@ -362,7 +360,7 @@ def test_a_size_written_into_forward_is_named_with_its_remedy() -> None:
 
 
 class Mixed(nn.Module):
-    """Runs at any width, but a narrow member would mix its heads: `-1` takes what a literal leaves."""
+    """Runs at any width, but a narrow member would mix its heads, because `-1` adapts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -373,7 +371,7 @@ class Mixed(nn.Module):
         return self.b((y @ y.transpose(1, 2)).softmax(-1).matmul(y).flatten(1))
 
 
-def test_running_is_no_check() -> None:
+def test_a_member_that_runs_may_still_be_wrong() -> None:
     with pytest.raises(TraceError, match=r"its axes say .*fixed=\['a.dim'\]"):
         trace_layout(Mixed(), (torch.zeros(2, 6),))
     assert trace_layout(Mixed(), (torch.zeros(2, 6),), heads="whole").axes["a.outer"].size == 4
@@ -389,7 +387,7 @@ class Listing(Small):
         return {"logits": super().forward(x)}
 
 
-def test_data_in_python_is_named() -> None:
+def test_reading_data_in_python_is_reported() -> None:
     with pytest.raises(
         TraceError, match=r"Branching reads a tensor's values in Python .*test_trace.py:\d+"
     ):
@@ -413,7 +411,7 @@ class Wide(nn.Linear):
         (lambda: 5, "returned a int; an nn.Module is needed"),
     ],
 )
-def test_what_makes_no_module_is_refused(factory, message):
+def test_objects_that_make_no_module_are_refused(factory, message):
     with pytest.raises(TraceError, match=message):
         fq.trace(factory, torch.zeros(2, 4))
 
@@ -423,7 +421,7 @@ def test_several_outputs_are_refused() -> None:
         trace_layout(Listing(), images())
 
 
-def test_inputs_that_do_not_fit_are_named() -> None:
+def test_inputs_that_do_not_fit_are_reported() -> None:
     with pytest.raises(TraceError, match=r"does not run .*layer 'conv1'"):
         trace_layout(Small(), images(channels=4))
 
@@ -453,7 +451,7 @@ def test_python_may_read_constants() -> None:
 # --- manners ------------------------------------------------------------------------------------
 
 
-def test_the_module_is_left_as_it_was() -> None:
+def test_the_module_does_not_change() -> None:
     net = Tokens().train()
     net.norm.eval()
     seen: list[Any] = []
@@ -480,7 +478,7 @@ def test_tracing_needs_no_data() -> None:
     assert trace_layout(net, example) == trace_layout(Small(), images())
 
 
-def test_tracing_twice_gives_the_same() -> None:
+def test_tracing_twice_gives_the_same_layout() -> None:
     assert trace_layout(Tokens(), TOKENS).to_json() == trace_layout(Tokens(), TOKENS).to_json()
 
 
@@ -517,7 +515,7 @@ class Cached(nn.Module):
         return self.head(y * Tables.cached[width][1] + Tables.latest)
 
 
-def test_what_forward_caches_is_real_after_tracing() -> None:
+def test_caches_of_a_forward_have_data_after_tracing() -> None:
     """A cache that outlives the module holds no tensor without data, and none that autograd
     refuses.
     """
@@ -629,7 +627,7 @@ class TwoHeads(nn.Module):
         return self.head(x) + self.aux(x) if self.training else self.head(x)
 
 
-def test_all_that_runs_is_cut_together() -> None:
+def test_everything_that_runs_is_cut_together() -> None:
     """In evaluation or in training, needed for the output or not: a member has to run it."""
     layout = trace_layout(TwoHeads(), (torch.zeros(2, 6),))
     dims = dims_of(layout)
@@ -639,7 +637,7 @@ def test_all_that_runs_is_cut_together() -> None:
 
 
 class Augmented(nn.Module):
-    """Skips layers and masks positions by lot, in training."""
+    """Skips layers and masks positions at random, in training."""
 
     def __init__(self, draw: Any) -> None:
         super().__init__()
@@ -661,7 +659,7 @@ class Augmented(nn.Module):
 @pytest.mark.parametrize(
     "draw", [random.random, lambda: torch.rand(1).item(), lambda: torch.rand(())]
 )
-def test_lots_drawn_in_training_are_followed(draw: Any) -> None:
+def test_random_choices_in_training_are_followed(draw: Any) -> None:
     module = Augmented(draw)
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     layout = trace_layout(module, (torch.zeros(2, 3, 6),), class_dim=2)
@@ -844,7 +842,7 @@ def narrow_nets() -> dict[str, nn.Module]:
 
 
 @pytest.mark.parametrize("call", ["batch_norm", "std", "squeeze"])
-def test_an_axis_of_which_one_channel_is_too_few_keeps_two(call: str) -> None:
+def test_an_axis_that_needs_two_channels_keeps_two(call: str) -> None:
     layout = trace_layout(narrow_nets()[call], images())
     assert (layout.axes["layer.0"].fixed, layout.axes["layer.0"].least) == (False, 2)
     (note,) = layout.notes
@@ -868,7 +866,7 @@ class Halved(nn.Module):
         return self.head(x.view(2, -1) if x.shape[1] % 2 else x)
 
 
-def test_two_channels_that_suit_by_being_even_are_no_least_width() -> None:
+def test_a_width_of_two_that_works_by_being_even_is_no_least_width() -> None:
     with pytest.raises(TraceError, match=r"fixed=\['body'\]"):
         trace_layout(Halved(), (torch.zeros(2, 6),))
 
@@ -911,7 +909,7 @@ class ToNumpy(nn.Module):
         return torch.from_numpy(np.tanh(self.fc(x).numpy()))
 
 
-def test_data_that_leaves_torch_is_named() -> None:
+def test_data_that_leaves_torch_is_reported() -> None:
     with pytest.raises(
         TraceError, match=r"ToNumpy reads a tensor's values in Python \(.*test_trace\.py:\d+\)"
     ):
@@ -927,7 +925,7 @@ class Accumulated(nn.Module):
         return self.fc2(self.fc1(x).cumsum(1))
 
 
-def test_what_depends_on_the_order_of_channels_stays_whole_and_is_noted() -> None:
+def test_channels_whose_order_matters_stay_whole_and_are_noted() -> None:
     """A rolling window that wraps keeps channels in another order."""
     layout = trace_layout(Accumulated(), (torch.zeros(2, 6),))
     assert dims_of(layout)["fc1.weight"] == "8 6"

@@ -1,0 +1,236 @@
+"""Compare the run of a member with that of the module, call by call."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fedquilt.family.tracing.atoms import atoms_in
+from fedquilt.family.tracing.rules.operands import is_undefined, number_at
+from fedquilt.family.tracing.run import Call, Value
+from fedquilt.family.tracing.traced import Traced
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A call in which a member does not follow its axes."""
+
+    call: Call  # Call of the module
+    reason: str  # Phrase that says what the member does instead
+    branch: bool = False  # True: it computes something else. False: only sizes differ.
+    # All calls of the layer, if it is not clear which one is the cause
+    layer: tuple[Call, ...] = ()
+    axes: tuple[str, ...] = ()  # Axes that are the cause, if they are known
+    widths: Mapping[str, int] = field(default_factory=dict)  # Widths of the member
+
+    def suspects(self, traced: Traced) -> list[str]:
+        """Return the axes that the call has, or else all axes of its layer."""
+        if self.axes:
+            return list(self.axes)
+        values = [*self.call.inputs, *self.call.outs]
+        values += [value for call in self.layer for value in (*call.inputs, *call.outs)]
+        atoms = (axis_atom for value in values for dim in value.dims for axis_atom in atoms_in(dim))
+        return list(
+            dict.fromkeys(
+                traced.names[axis_atom] for axis_atom in atoms if axis_atom in traced.names
+            )
+        )
+
+
+@dataclass
+class Numbers:
+    """The numbers among the arguments of the module's calls that depend on a member's widths.
+
+    All other numbers are the same in every member. If such a number differs at a width where a
+    comparison becomes equal, the member took another branch: `x * (2 if self.a != self.b else 3)`.
+    """
+
+    varying: set[tuple[Call, int]] = field(default_factory=set)  # (call, position)
+    complete: bool = False  # True once members of all kinds of widths have run
+
+    def difference(self, call: Call, member_call: Call) -> str | None:
+        """Describe the number of a member's call that differs, or learn that it varies."""
+        pairs = zip(self._of(call), self._of(member_call), strict=False)
+        different = [
+            (position, expected, actual)
+            for position, (expected, actual) in enumerate(pairs)
+            if expected != actual
+        ]
+        if not self.complete:
+            self.varying.update((call, position) for position, _, _ in different)
+            return None
+        return next(
+            (
+                f"{actual}, not {expected}"
+                for position, expected, actual in different
+                if (call, position) not in self.varying
+            ),
+            None,
+        )
+
+    @staticmethod
+    def _of(call: Call) -> list[int | float]:
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, (int, float))]
+
+
+def compare(
+    expected: Sequence[Call],
+    actual: Sequence[Call],
+    traced: Traced,
+    widths: Mapping[str, int],
+    numbers: Numbers,
+    fails: str = "",
+) -> Mismatch | None:
+    """Return the first call in which a member differs from the module. None: there is none.
+
+    Args:
+        expected: Calls of the module.
+        actual: Calls of the member.
+        traced: Result of tracing, which predicts the shapes of the member.
+        widths: Width of every axis in the member.
+        numbers: Numbers that depend on a member's widths. New ones are added while it learns.
+        fails: Phrase that says why the member's run stopped. "": it did not.
+    """
+    sources = _Sources(expected, actual)
+    for call, member_call in _aligned(expected, actual, sources):
+        if member_call is None:
+            assert call is not None
+            return Mismatch(call, fails or "the member is done before", branch=not fails)
+        if call is None:
+            return Mismatch(
+                visible_calls(expected)[-1], "the member computes more after it", branch=True
+            )
+        if operation(call) != operation(member_call):
+            return Mismatch(call, f"the member computes {operation(member_call)} here", branch=True)
+        if (different := sources.difference(call, member_call)) is not None:
+            return Mismatch(call, f"the member computes it from {different}", branch=True)
+        if (different := numbers.difference(call, member_call)) is not None:
+            return Mismatch(call, f"the member computes it with {different}", branch=True)
+        if is_undefined(member_call) and not is_undefined(call):
+            return Mismatch(call, "the member takes the variance of too few values")
+        for value, member_value in zip(call.outs, member_call.outs, strict=False):
+            predicted = tuple(traced.predict(dim, widths) for dim in value.dims)
+            if value.described and predicted != member_value.shape:
+                return Mismatch(
+                    call, f"the member gets shape {member_value.shape}, its axes say {predicted}"
+                )
+            for mark, dim in value.marks.items():
+                number, expected_number = number_at(member_call, mark), traced.predict(dim, widths)
+                if number is not None and number != expected_number:
+                    return Mismatch(
+                        call, f"the member has the number {number}, its axes say {expected_number}"
+                    )
+    return None
+
+
+def _aligned(
+    expected: Sequence[Call], actual: Sequence[Call], sources: _Sources
+) -> Iterator[tuple[Call | None, Call | None]]:
+    """Pair the calls of the module with those of a member, up to the first without a partner.
+
+    Calls that make constants may be missing in one run, because forward caches a table.
+    """
+    calls, member_calls = deque(visible_calls(expected)), deque(visible_calls(actual))
+    while calls or member_calls:
+        call = calls[0] if calls else None
+        member_call = member_calls[0] if member_calls else None
+        if (
+            call
+            and member_call
+            and operation(call) == operation(member_call)
+            and _line(call) == _line(member_call)
+        ):
+            yield calls.popleft(), member_calls.popleft()
+        elif member_call and (member_call.constant or _is_needless(member_call)):
+            sources.skip(member_calls.popleft())
+        elif call and call.constant:
+            calls.popleft()
+        else:
+            yield call, member_call
+            return
+
+
+def _line(call: Call) -> str:
+    """Return the line of a call that makes a constant, and "" for other calls.
+
+    A member may have more or fewer calls that make constants.
+    """
+    return call.where if call.constant else ""
+
+
+class _Sources:
+    """The tensors of a member and the tensors of the module that they correspond to.
+
+    Shapes alone do not show that a member took another branch, because `self.a(x)` and `self.b(x)`
+    may have equal shapes.
+    """
+
+    def __init__(self, expected: Sequence[Call], actual: Sequence[Call]) -> None:
+        self._originals: dict[Value, Value] = {}
+        self._partners: dict[Value, Value] = {}
+        for call in (*expected, *actual):
+            if call.op.overloadpacket in _COPIES:
+                self.skip(call)
+
+    def skip(self, call: Call) -> None:
+        """Treat the result of a copy as the tensor that was copied."""
+        if call.inputs:
+            self._originals[call.outs[0]] = self._original(call.inputs[0])
+
+    def _original(self, value: Value) -> Value:
+        return self._originals.get(value, value)
+
+    def difference(self, call: Call, member_call: Call) -> str | None:
+        """Describe what the member's call is computed from, if it differs from the module's."""
+        if len(call.inputs) != len(member_call.inputs):
+            return f"{len(member_call.inputs)} tensors, not {len(call.inputs)}"
+        for value, member_value in zip(call.inputs, member_call.inputs, strict=True):
+            value, member_value = self._original(value), self._original(member_value)
+            if value.constant or member_value.constant:
+                continue
+            if (
+                value.weight != member_value.weight
+                or self._partners.setdefault(value, member_value) is not member_value
+            ):
+                return repr(member_value.weight) if member_value.weight else "another tensor"
+        self._partners.update(zip(call.outs, member_call.outs, strict=False))
+        return None
+
+
+def _is_needless(call: Call) -> bool:
+    """Return True if a call views a single number in another shape.
+
+    torch does that to write a number to many positions.
+    """
+    return operation(call) == "view" and prod(call.outs[0].shape) == 1
+
+
+def visible_calls(calls: Sequence[Call]) -> list[Call]:
+    """Return the calls without copies, which torch makes or not depending on strides."""
+    return [call for call in calls if call.op.overloadpacket not in _COPIES]
+
+
+def operation(call: Call) -> str:
+    """Return the name of a call's operation, which is "view" for all kinds of views."""
+    packet = call.op.overloadpacket
+    return "view" if packet in _VIEWS else str(packet.__name__)
+
+
+_COPIES = {
+    torch.ops.aten.clone,
+    torch.ops.aten.alias,
+    torch.ops.aten.detach,
+    torch.ops.aten.contiguous,
+}
+_VIEWS = {
+    torch.ops.aten.view,
+    torch.ops.aten._unsafe_view,
+    torch.ops.aten.reshape,
+    torch.ops.aten._reshape_alias,
+}

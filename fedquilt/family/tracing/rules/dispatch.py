@@ -1,0 +1,77 @@
+"""Find the rule of an operation, and apply it to a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from fedquilt.family.tracing.atoms import Facts, is_plain, size
+
+# Importing a module registers its rules.
+from fedquilt.family.tracing.rules import (  # noqa: F401
+    creation,
+    lookups,
+    norms,
+    products,
+    reductions,
+    spatial,
+    views,
+)
+from fedquilt.family.tracing.rules.elementwise import pointwise
+from fedquilt.family.tracing.rules.operands import pin_all, unify_all
+from fedquilt.family.tracing.rules.registry import RULES, Rule, aten
+from fedquilt.family.tracing.run import Call
+from fedquilt.hardware.torch_internals import OpOverload
+
+
+@cache
+def find_rule(op: OpOverload) -> Rule | None:
+    """Return the rule of an operation, or that of point-wise ones. None: there is none."""
+    name = op.overloadpacket._qualified_op_name
+    own_rule = RULES.get(name) or RULES.get(name.removesuffix("_"))
+    if own_rule is None and torch.Tag.pointwise in _tags(op):
+        return pointwise
+    return own_rule
+
+
+def _tags(op: OpOverload) -> Sequence[torch.Tag]:
+    """Return an operation's tags.
+
+    An in-place operation also has the tags of its functional twin, because torch does not repeat
+    all of them.
+    """
+    twin = getattr(aten, op.overloadpacket.__name__.removesuffix("_"), None)
+    if not twin or op._overloadname not in twin.overloads():
+        return [*op.tags]
+    return [*op.tags, *getattr(twin, op._overloadname).tags]
+
+
+def apply(call: Call, facts: Facts) -> None:
+    """Unify the dimensions of a call's inputs, and describe its outputs."""
+    call_rule = find_rule(call.op)
+    if call_rule is None:
+        _unknown(call, facts)
+        return
+    result = call_rule(call, facts)
+    described = result if isinstance(result, list) else [result]
+    for out, dims in zip(call.outs, described, strict=False):
+        assert tuple(map(size, dims)) == out.shape, (
+            f"the rule for {call} gave {dims} for {out.shape}"
+        )
+        if out.described:  # It was written in place, and keeps its dimensions.
+            unify_all(out.dims, dims)
+        else:
+            out.dims, out.described = dims, True
+
+
+def _unknown(call: Call, facts: Facts) -> None:
+    """Pin all dimensions of a call that has no rule."""
+    had_axes = not all(is_plain(dim) for value in call.inputs for dim in value.dims)
+    for value in (*call.inputs, *call.outs):
+        pin_all(value.dims)
+    for out in call.outs:
+        out.described = True
+    if had_axes:
+        facts.notes.append(f"no rule for {call}: what it touches is never cut")

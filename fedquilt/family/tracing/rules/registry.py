@@ -1,0 +1,28 @@
+"""The registry of rules, by the name of an ATen operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fedquilt.family.tracing.atoms import Dim, Facts
+from fedquilt.family.tracing.run import Call
+from fedquilt.hardware.torch_internals import OpOverloadPacket
+
+aten: Any = torch.ops.aten
+Dims = tuple[Dim, ...]
+# A rule returns the dimensions (`Dims`) of the output, or a list of them for several outputs.
+Rule = Callable[[Call, Facts], Any]
+RULES: dict[str, Rule] = {}  # Rules by the qualified name of their operation
+
+
+def rule(*packets: OpOverloadPacket) -> Callable[[Rule], Rule]:
+    """Register a rule for operations, with all their overloads and in-place versions."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update({packet._qualified_op_name: function for packet in packets})
+        return function
+
+    return register
