@@ -21,7 +21,7 @@ from fedquilt.data.parts import Parts
 from fedquilt.errors import DataError
 
 if TYPE_CHECKING:
-    from fedquilt.data.federated import Pool
+    from fedquilt.data.pool import Pool
 
 # Limit on random shares that are drawn before a partition is given up. It is tried again at least
 # 3 and at most 100 times.

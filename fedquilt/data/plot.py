@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 By = Literal["class", "domain"]
-
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _COLUMNS = 64  # Groups that fit into a line. Neighbouring groups are joined if there are more.
 _BAR = 24  # Characters of the longest bar.

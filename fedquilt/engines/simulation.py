@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedquilt import noise
 from fedquilt.data import FederatedData
-from fedquilt.data.federated import Scale
 from fedquilt.data.parts import Parts
+from fedquilt.data.scale import Scale
 from fedquilt.engines.options import EngineOptions
 from fedquilt.engines.samples import EvalSamples, pieces, summed
 from fedquilt.errors import (

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from fedquilt.checks import File
-from fedquilt.data.federated import Pool, Scale, coded, fifth
+from fedquilt.data.convert import coded
+from fedquilt.data.holdout import fifth
 from fedquilt.data.origin import remembered
+from fedquilt.data.pool import Pool
+from fedquilt.data.scale import Scale
 from fedquilt.data.sources import padding
 from fedquilt.data.sources.arrays import array_names, read_arrays
 from fedquilt.data.sources.generated import generated

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from fedquilt import noise
 from fedquilt.checks import whole
-from fedquilt.data.federated import Normalise, Pool, Scale
 from fedquilt.data.origin import remembered
+from fedquilt.data.pool import Pool
+from fedquilt.data.scale import Normalise, Scale
 from fedquilt.errors import ConfigError
 
 GRID = 4  # Blocks per side of a prototype. Large ones of one colour each survive pooling.

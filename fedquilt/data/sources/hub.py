@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fedquilt.data.federated import Normalise, Pool, Scale, coded
+from fedquilt.data.convert import coded
 from fedquilt.data.origin import remembered
 from fedquilt.data.parts import Parts
+from fedquilt.data.pool import Pool
+from fedquilt.data.scale import Normalise, Scale
 from fedquilt.data.sources.images import image_errors, stacked
 from fedquilt.data.sources.text import Texts, predict_words
 from fedquilt.errors import ConfigError, DataError

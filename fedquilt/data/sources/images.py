@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from fedquilt.checks import File
-from fedquilt.data.federated import Normalise, Pool, Scale
 from fedquilt.data.origin import remembered
+from fedquilt.data.pool import Pool
+from fedquilt.data.scale import Normalise, Scale
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.errors.extras import how_to_install
 from fedquilt.storage.tensor_files import too_large

@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from fedquilt.checks import File, whole
-from fedquilt.data.federated import IGNORED, Pool
+from fedquilt.data.convert import IGNORED
 from fedquilt.data.origin import remembered
+from fedquilt.data.pool import Pool
 from fedquilt.data.sources import nifti, padding
 from fedquilt.data.sources.images import SUFFIXES, image_size, open_image
 from fedquilt.data.sources.padding import NormaliseEach, told

@@ -10,7 +10,9 @@ from typing import Literal
 import numpy as np
 
 from fedquilt.checks import whole
-from fedquilt.data.federated import IGNORED, Normalise, Pool, Scale
+from fedquilt.data.convert import IGNORED
+from fedquilt.data.pool import Pool
+from fedquilt.data.scale import Normalise, Scale
 from fedquilt.errors import ConfigError, DataError
 
 # "sample" standardises every sample by the mean and standard deviation of its own channels.

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from fedquilt.checks import File
-from fedquilt.data.federated import IGNORED, Pool, held_out
+from fedquilt.data.convert import IGNORED
+from fedquilt.data.holdout import held_out
 from fedquilt.data.origin import remembered
+from fedquilt.data.pool import Pool
 from fedquilt.data.sources.arrays import read_arrays
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.storage.tensor_files import too_large

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.data.federated import Scale
+from fedquilt.data.scale import Scale
 from fedquilt.engines import Sequential
 from fedquilt.errors import ConfigError
 from fedquilt.fleets.availability import Trace

@@ -107,7 +107,7 @@ def test_statistics_are_those_of_the_true_part(tmp_path):
 def test_statistics_of_large_samples_are_summed_in_small_chunks(monkeypatch):
     inputs = torch.tensor(RNG.normal(3, 2, (6, 2, 5)))
     whole = padding.Scale.of(inputs, "channel")
-    monkeypatch.setattr("fedquilt.data.federated._CHUNK_VALUES", 20)
+    monkeypatch.setattr("fedquilt.data.scale._CHUNK_VALUES", 20)
     torch.testing.assert_close(padding.Scale.of(inputs, "channel").std, whole.std)
     torch.testing.assert_close(
         whole.mean.flatten().double(), inputs.mean((0, 2)), rtol=1e-6, atol=0

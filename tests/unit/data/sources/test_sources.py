@@ -183,7 +183,7 @@ def test_some_domains_of_a_file(tmp_path):
         npz(path, domains=("night", "noon"))
     with pytest.raises(DataError, match="name each of them once"):
         npz(path, domains=("night", "night"))
-    with pytest.raises(DataError, match="domains day were asked for; mine is dealt already"):
+    with pytest.raises(DataError, match="domains day were asked for; mine is partitioned already"):
         whole.partition(3).with_domains(["day"])
     bare = save(tmp_path / "bare.npz", **arrays)
     with pytest.raises(

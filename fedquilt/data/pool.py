@@ -1,0 +1,434 @@
+"""Samples that belong to no client yet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from fedquilt import noise
+from fedquilt.data.convert import (
+    Samples,
+    check_samples,
+    count_classes,
+    input_tensor,
+    number_groups,
+    number_named_targets,
+    read_samples,
+    tensor_pair,
+    warn_of_nan,
+)
+from fedquilt.data.holdout import held_out
+from fedquilt.data.partitions import Iid, Natural, Partition
+from fedquilt.data.parts import Array, Parts
+from fedquilt.data.scale import Scale
+from fedquilt.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from fedquilt.data.federated import FederatedData
+    from fedquilt.data.origin import Origin
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Training and test samples that belong to no client yet, with facts about each sample."""
+
+    inputs: Tensor  # (sample, …) Bytes (images), real numbers, or int64 (tokens).
+    # (sample, …) Classes (int64), one boolean per label (multi-label), or real numbers.
+    targets: Tensor
+    test_inputs: Tensor
+    test_targets: Tensor
+    clients: Tensor | None = None  # (sample,) User that each sample comes from.
+    test_clients: Tensor | None = None
+    domains: Tensor | None = None  # (sample,) Domain that each sample comes from.
+    test_domains: Tensor | None = None
+    public: Tensor | None = None  # Samples without targets that all clients have.
+    name: str = "data"
+    num_classes: int = 0  # Number of classes. 0: targets are not classes.
+    class_names: tuple[str, ...] = ()  # Names of classes. For text: the vocabulary.
+    domain_names: tuple[str, ...] = ()
+    scale: Scale | None = None
+
+    @staticmethod
+    def of(
+        train: Samples,
+        test: Samples | None = None,
+        *,
+        clients: Array | Sequence[str] | None = None,
+        test_clients: Array | Sequence[str] | None = None,
+        domains: Array | Sequence[str] | None = None,
+        test_domains: Array | Sequence[str] | None = None,
+        public: Array | None = None,
+        name: str = "data",
+        num_classes: int = 0,
+        class_names: tuple[str, ...] = (),
+        domain_names: tuple[str, ...] = (),
+        scale: Scale | None = None,
+    ) -> Pool:
+        """Check arrays or tensors and wrap them as a pool.
+
+        Integer targets are classes, and real targets are for regression. Targets that are names
+        become classes. A row of booleans for each sample says which labels it has (multi-label).
+
+        Args:
+            train: (inputs, targets), or a torch Dataset of such pairs, which is read once into
+                arrays.
+            test: The same for the test set. None: a fifth of the samples is held out, of every
+                client if there are clients, else of every domain, else of all samples.
+            clients: (sample,) Client of each training sample: numbers from 0 on, or names. None:
+                unknown.
+            test_clients: (sample,) The same for test samples.
+            domains: (sample,) Domain of each training sample: numbers from 0 on, or names. None:
+                unknown.
+            test_domains: (sample,) The same for test samples.
+            public: Inputs that all clients have, without targets. None: there are none.
+            name: Name of the data for tables and messages.
+            num_classes: Number of classes. 0: one more than the largest target.
+            class_names: Names of classes by number. Empty: if targets are names, these in sorted
+                order.
+            domain_names: Names of domains by number. Empty: those in `domains`, if it has names.
+            scale: Normalisation of the inputs. None: bytes are divided by 255, and other inputs
+                stay.
+
+        Raises:
+            DataError: Arrays do not fit each other, or hold values that are not accepted.
+        """
+        train = read_samples(train, name, "training")
+        test = None if test is None else read_samples(test, name, "test")
+        train, test, class_names = number_named_targets(train, test, class_names, name)
+        x, y = tensor_pair(train, name, "training")
+        owners, test_owners, _ = number_groups(
+            clients, None if test is None else test_clients, f"{name}: clients"
+        )
+        homes, test_homes, found_names = number_groups(
+            domains, None if test is None else test_domains, f"{name}: domains"
+        )
+        check_samples(name, "training", x, y, {"clients": owners, "domains": homes})
+        if test is None:
+            kept_rows, held_rows = held_out(len(x), owners if owners is not None else homes, name)
+            tx, ty, x, y = x[held_rows], y[held_rows], x[kept_rows], y[kept_rows]
+            test_owners, owners = (
+                (None, None) if owners is None else (owners[held_rows], owners[kept_rows])
+            )
+            test_homes, homes = (
+                (None, None) if homes is None else (homes[held_rows], homes[kept_rows])
+            )
+        else:
+            tx, ty = tensor_pair(test, name, "test")
+            check_samples(name, "test", tx, ty, {"clients": test_owners, "domains": test_homes})
+        if x.shape[1:] != tx.shape[1:] or y.shape[1:] != ty.shape[1:]:
+            train_shapes, test_shapes = (
+                (tuple(i.shape[1:]), tuple(t.shape[1:])) for i, t in ((x, y), (tx, ty))
+            )
+            raise DataError(
+                f"{name}: training samples have shape {train_shapes[0]} (targets "
+                f"{train_shapes[1]}) and test samples {test_shapes[0]} ({test_shapes[1]}); they "
+                "must be alike."
+            )
+        if x.dtype != tx.dtype:
+            raise DataError(
+                f"{name}: training inputs are {x.dtype} and test inputs {tx.dtype}; they must be "
+                "alike."
+            )
+        if y.dtype != ty.dtype:
+            raise DataError(
+                f"{name}: training targets are {y.dtype} and test targets {ty.dtype}; they must be "
+                "alike."
+            )
+        warn_of_nan(tx, name)
+        num_classes = count_classes(name, y, ty, num_classes)
+        return Pool(
+            x,
+            y,
+            tx,
+            ty,
+            owners,
+            test_owners,
+            homes,
+            test_homes,
+            None if public is None else input_tensor(public, name),
+            name,
+            num_classes,
+            class_names,
+            domain_names or found_names,
+            scale or (Scale.of(x, "none") if x.dtype == torch.uint8 else None),
+        )
+
+    @property
+    def origin(self) -> Origin | None:
+        """Return the function and arguments that made the samples. None: unknown or outdated."""
+        return vars(self).get("_origin")
+
+    def remembering(self, origin: Origin | None) -> Self:
+        """Remember how the samples were made, and return this object.
+
+        The origin is not a dataclass field, so that a copy with other samples
+        (`dataclasses.replace`) does not have it.
+        """
+        vars(self)["_origin"] = origin
+        return self
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Return True if every client's samples are known, as in `FederatedData`."""
+        return False
+
+    @property
+    def has_classes(self) -> bool:
+        """Return True if targets are classes, by which samples can be partitioned and counted."""
+        return self.num_classes > 0
+
+    @property
+    def has_masks(self) -> bool:
+        """Return True if targets are masks, which have a class for every pixel or voxel."""
+        return (
+            self.has_classes
+            and self.targets.dim() > 2
+            and self.targets.shape[1:] == self.inputs.shape[2:]
+        )
+
+    @property
+    def num_outputs(self) -> int:
+        """Return the number of outputs that a model needs for each sample or position.
+
+        It is the number of classes, or else the number of columns of the targets.
+        """
+        columns = 1 if self.targets.dim() == 1 else self.targets.shape[1]
+        return self.num_classes or columns
+
+    @property
+    def usual(self) -> Partition:
+        """Return the default partition: by the clients of the data if it has any, else IID."""
+        return Iid() if self.clients is None else Natural()
+
+    def partition(
+        self, num_clients: int | None = None, partition: Partition | None = None, seed: int = 0
+    ) -> FederatedData:
+        """Partition the samples among clients.
+
+        Args:
+            num_clients: Number of clients. None: as many as the data has of its own.
+            partition: Kind of partition. None: by the clients of the data if it has any, else IID.
+            seed: Random seed of the partition.
+        """
+        if not isinstance(partition, Partition | None):
+            raise DataError(
+                f"{self.name} was to be dealt by {partition!r}; a partition fits, such as "
+                "pool.partition(20, fq.data.Iid(), seed=0)."
+            )
+        partition = partition or self.usual
+        federated = self.dealt(*partition.split(self, num_clients, seed))
+        # If the source has partitioned its data, a settings file cannot name another partition.
+        can_name_partition = not self.is_partitioned or (self.origin and self.origin.partition)
+        origin = self.origin if can_name_partition else None
+        return federated.remembering(
+            origin and origin.partitioned(partition, federated.num_clients, seed)
+        )
+
+    def dealt(
+        self,
+        parts: Sequence[Sequence[int] | Array],
+        test_parts: Sequence[Sequence[int] | Array] | None = None,
+    ) -> FederatedData:
+        """Return the pool together with the positions of each client's samples, which are checked.
+
+        Args:
+            parts: Positions of each client's training samples, or a boolean mask for each client.
+            test_parts: The same for test samples. None: clients have no test samples of their own.
+        """
+        # The subclass is imported here, because its module needs this one.
+        from fedquilt.data.federated import FederatedData
+
+        train_parts = Parts.of(parts, len(self.targets))
+        if not len(train_parts):
+            raise DataError("no client was given any data: `parts` is empty.")
+        _check_parts(train_parts, len(self.targets), "training")
+        if len(empty := (train_parts.sizes == 0).nonzero()):
+            raise DataError(
+                f"client {int(empty[0])} has no data. Leave it out, or give it at least one sample."
+            )
+        _warn_of_repeats(train_parts, len(self.targets), self.name)
+        tests = None if test_parts is None else Parts.of(test_parts, len(self.test_targets))
+        if tests is not None:
+            if len(tests) != len(train_parts):
+                raise DataError(
+                    f"there are {len(train_parts)} clients but test parts for {len(tests)}."
+                )
+            _check_parts(tests, len(self.test_targets), "test")
+        values = {field.name: getattr(self, field.name) for field in fields(Pool)}
+        return FederatedData(**values, parts=train_parts, test_parts=tests)
+
+    def with_public(self, share: float) -> Self:
+        """Make a share of the training samples public, without their targets.
+
+        Clients no longer train on these samples.
+
+        Args:
+            share: Share of the training samples, in [0, 1). 0 has no effect.
+        """
+        if share == 0:
+            return self
+        if not 0 < share < 1:
+            raise ConfigError(
+                f"public = {share} was asked for; it is a share of the training samples, in [0, 1)."
+            )
+        order = noise.order(noise.key(0, 15), len(self.targets))
+        count = round(share * len(order))
+        public, remaining = order[:count], order[count:]
+        return replace(
+            self,
+            inputs=self.inputs[remaining],
+            targets=self.targets[remaining],
+            clients=None if self.clients is None else self.clients[remaining],
+            domains=None if self.domains is None else self.domains[remaining],
+            public=self.inputs[public],
+        )
+
+    def with_domains(self, names: Sequence[str]) -> Self:
+        """Keep the training and test samples of some domains, numbered in the order of `names`.
+
+        Samples keep their order and clients their numbers. All public samples stay, because they
+        have no domain.
+
+        Raises:
+            DataError: A name is unknown or repeated, or samples have no domains.
+        """
+        if self.domains is None or self.test_domains is None:
+            lacking = "samples" if self.domains is None else "test samples"
+            raise DataError(
+                f"domains {', '.join(names)} were asked for; {lacking} of {self.name} have no "
+                "domains."
+            )
+        if len(set(names)) < len(names):
+            raise DataError(
+                f"domains {', '.join(names)} of {self.name} were asked for; name each of them once."
+            )
+        if missing := [name for name in names if name not in self.domain_names]:
+            listed = ", ".join(self.domain_names) or "none"
+            raise DataError(
+                f"domain {missing[0]!r} was asked for; {self.name} has these by name: {listed}."
+            )
+        codes = torch.tensor([self.domain_names.index(name) for name in names])
+        rows, domains = (self.domains[:, None] == codes).nonzero().unbind(1)
+        test_rows, test_domains = (self.test_domains[:, None] == codes).nonzero().unbind(1)
+        if not len(rows) or not len(test_rows):
+            lacking = "training" if not len(rows) else "test"
+            raise DataError(
+                f"domains {', '.join(names)} were asked for; {self.name} has no {lacking} samples "
+                "of them."
+            )
+        return replace(
+            self,
+            inputs=self.inputs[rows],
+            targets=self.targets[rows],
+            clients=None if self.clients is None else self.clients[rows],
+            domains=domains,
+            test_inputs=self.test_inputs[test_rows],
+            test_targets=self.test_targets[test_rows],
+            test_clients=None if self.test_clients is None else self.test_clients[test_rows],
+            test_domains=test_domains,
+            domain_names=tuple(names),
+        )
+
+    def __repr__(self) -> str:
+        return f"Pool({self._description()})"
+
+    def _description(self) -> str:
+        """Return one line about the samples. A repr with all values would be of no use."""
+        sizes = f"{len(self.targets):,} training and {len(self.test_targets):,} test samples"
+        parts = [f"{sizes} of {tuple(self.inputs.shape[1:])}", self._target_description()]
+        all_domains = [codes for codes in (self.domains, self.test_domains) if codes is not None]
+        if names := ", ".join(self.domain_names):
+            parts.append(f"domains {names}")
+        elif all_domains:
+            parts.append(f"{max(int(codes.max()) for codes in all_domains) + 1} domains")
+        return f"{self.name}: {', '.join(parts)}"
+
+    def _target_description(self) -> str:
+        """Return a few words about the targets."""
+        if self.has_masks:
+            return f"masks with {self.num_classes} classes"
+        if self.has_classes:
+            return f"{self.num_classes} classes"
+        if self.targets.dtype == torch.bool:
+            return f"{self.num_outputs} labels"
+        columns = tuple(self.targets.shape[1:])
+        return f"real targets of {columns}" if columns else "a real target each"
+
+    # --- samples for a model ---------------------------------------------------------------------
+
+    @property
+    def example(self) -> Tensor:
+        """Return two samples as a model gets them, with which it can be traced."""
+        return self.samples(torch.arange(min(2, len(self.inputs))))
+
+    def samples(self, rows: Tensor) -> Tensor:
+        """Return the training samples at some positions as a model gets them."""
+        return self._seen(self.inputs[rows])
+
+    def test_samples(self, rows: Tensor) -> Tensor:
+        """Return the test samples at some positions as a model gets them."""
+        return self._seen(self.test_inputs[rows])
+
+    @property
+    def public_samples(self) -> Tensor | None:
+        """Return the public samples as a model gets them. None: there are none."""
+        return None if self.public is None else self._seen(self.public)
+
+    def _seen(self, stored: Tensor) -> Tensor:
+        return stored if self.scale is None else self.scale(stored)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Self:
+        """Move samples to a device.
+
+        Real numbers are converted to `dtype`. Bytes, tokens and classes keep their type.
+        """
+
+        def moved(values: Tensor) -> Tensor:
+            return values.to(device, dtype if values.is_floating_point() else values.dtype)
+
+        return replace(
+            self,
+            inputs=moved(self.inputs),
+            targets=moved(self.targets),
+            test_inputs=moved(self.test_inputs),
+            test_targets=moved(self.test_targets),
+            public=None if self.public is None else moved(self.public),
+            scale=None if self.scale is None else self.scale.to(device, dtype),
+        )
+
+
+def _check_parts(parts: Parts, count: int, what: str) -> None:
+    outside = ((parts.order < 0) | (parts.order >= count)).nonzero()
+    if len(outside):
+        first = int(outside[0])
+        client = int(torch.searchsorted(parts.offsets, first, right=True)) - 1
+        raise DataError(
+            f"client {client} holds sample {int(parts.order[first])}; the {what} set has {count}."
+        )
+
+
+def _warn_of_repeats(parts: Parts, count: int, name: str) -> None:
+    """Warn if training samples are listed more than once, for one client or for several."""
+    times = torch.bincount(parts.order, minlength=count)
+    repeated = (times > 1).nonzero().flatten()
+    if not len(repeated):
+        return
+    owners = parts.owners[parts.order == repeated[0]].tolist()
+    _log.warning(
+        "%d of the %d training samples of %s are listed more than once, and are trained on as "
+        "often. Sample %d is "
+        "listed for clients %s.",
+        len(repeated),
+        count,
+        name,
+        int(repeated[0]),
+        ", ".join(map(str, owners)),
+    )
