@@ -12,7 +12,7 @@ from torch.func import grad, vmap
 
 from fedquilt.errors import ConfigError, FedquiltError
 from fedquilt.names import said
-from fedquilt.tasks.metrics import SumMetric
+from fedquilt.tasks.metrics.base import SumMetric
 from fedquilt.tasks.task import Task
 
 T = TypeVar("T")

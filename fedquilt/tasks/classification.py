@@ -14,7 +14,7 @@ from torch import Tensor
 from fedquilt.checks import outside, refuse
 from fedquilt.errors import DataError
 from fedquilt.hardware.device import outside_functorch
-from fedquilt.tasks.metrics import EvalSpec
+from fedquilt.tasks.metrics.base import TargetKind
 from fedquilt.tasks.task import Augment, Task
 
 
@@ -31,7 +31,7 @@ class Classification(Task):
     class_weights: tuple[float, ...] = ()  # Factor of the loss of each class. Empty: 1 for all.
     ignore: int = -100  # Targets with this value are ignored in the loss and in metrics.
 
-    kind: ClassVar[EvalSpec | None] = "classes"
+    kind: ClassVar[TargetKind | None] = "classes"
     usual_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "loss")
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedquilt.tasks.metrics import EvalSpec
+from fedquilt.tasks.metrics.base import TargetKind
 from fedquilt.tasks.task import Task, columns_unfit
 
 
@@ -21,7 +21,7 @@ class MultiLabel(Task):
     is binary cross-entropy, averaged over samples and labels.
     """
 
-    kind: ClassVar[EvalSpec | None] = "labels"
+    kind: ClassVar[TargetKind | None] = "labels"
     usual_metrics: ClassVar[tuple[str, ...]] = ("f1", "label_accuracy", "average_precision", "loss")
 
     def unfit(self, targets: Tensor, output_shape: Sequence[int]) -> str:

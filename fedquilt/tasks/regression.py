@@ -13,7 +13,7 @@ from torch import Tensor
 from fedquilt.checks import within
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
-from fedquilt.tasks.metrics import EvalSpec
+from fedquilt.tasks.metrics.base import TargetKind
 from fedquilt.tasks.task import Task, columns_unfit
 
 LossName = Literal["mse", "mae", "huber"]
@@ -26,7 +26,7 @@ class Regression(Task):
     loss: LossName = "mse"  # Loss of each number: squared (mse), absolute (mae) or huber.
     delta: float = 1.0  # Error at which the Huber loss changes from squared to linear.
 
-    kind: ClassVar[EvalSpec | None] = "numbers"
+    kind: ClassVar[TargetKind | None] = "numbers"
     usual_metrics: ClassVar[tuple[str, ...]] = ("rmse", "mae", "r2", "loss")
 
     def __post_init__(self) -> None:

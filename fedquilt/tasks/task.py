@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fedquilt.checks import refuse, within
 from fedquilt.errors import ConfigError, DataError
-from fedquilt.tasks.metrics import CollectedMetric, EvalSpec, Metric, SumMetric, find_metric
+from fedquilt.tasks.metrics.base import CollectedMetric, TargetKind, Metric, SumMetric
+from fedquilt.tasks.metrics.registry import find_metric
 
 
 class Augment(Protocol):
@@ -45,7 +46,7 @@ class Task(ABC):
     metrics: tuple[str, ...] = ()  # Names of metrics, the main one first. Empty: the usual ones.
     max_samples: int = 10_000  # Test samples whose outputs are kept for metrics of all outputs.
 
-    kind: ClassVar[EvalSpec | None] = None  # Kind of targets. None: a kind that fedquilt lacks.
+    kind: ClassVar[TargetKind | None] = None  # Kind of targets. None: a kind that fedquilt lacks.
     usual_metrics: ClassVar[tuple[str, ...]] = ("loss",)  # Names of metrics, the main one first.
 
     def __post_init__(self) -> None:

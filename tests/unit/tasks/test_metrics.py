@@ -22,16 +22,10 @@ from fedquilt.tasks import (
     SumMetric,
     hide_absent,
 )
-from fedquilt.tasks.metrics import (
-    AUROC,
-    F1,
-    R2,
-    Accuracy,
-    AveragePrecision,
-    MicroF1,
-    Perplexity,
-    TopK,
-)
+from fedquilt.tasks.metrics.classes import Accuracy, Perplexity, TopK
+from fedquilt.tasks.metrics.labels import F1, MicroF1
+from fedquilt.tasks.metrics.numbers import R2
+from fedquilt.tasks.metrics.ranking import AUROC, AveragePrecision
 
 GENERATOR = torch.Generator().manual_seed(1)
 LOGITS = torch.randn(40, 4, generator=GENERATOR)
