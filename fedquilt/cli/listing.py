@@ -121,7 +121,7 @@ def _table(what: str) -> Mapping[str, Any]:
     from fedquilt.deploy.export import FORMATS
     from fedquilt.engines import ENGINES
     from fedquilt.family.norms import NORM_POLICIES
-    from fedquilt.fleets.budgets import FLEETS
+    from fedquilt.fleets.presets import FLEETS
     from fedquilt.methods import METHODS
     from fedquilt.models import MODELS
     from fedquilt.round.link import CODECS, LINKS

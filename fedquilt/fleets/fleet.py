@@ -13,17 +13,14 @@ from fedquilt.checks import missing, outside, refuse, whole
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.fleets.availability import AVAILABILITY, Availability, Diurnal, Presence, Trace
 from fedquilt.fleets.budgets import (
-    FIVE_SHARES,
-    FLEETS,
     BudgetAssignment,
     Budgets,
-    Given,
-    Uniform,
     Which,
     in_portions,
     in_turn,
     warn_of_portions,
 )
+from fedquilt.fleets.presets import FIVE_SHARES, FLEETS, Given, Uniform
 from fedquilt.names import known
 from fedquilt.terms import Budget, Client
 

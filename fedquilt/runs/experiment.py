@@ -36,8 +36,9 @@ from fedquilt.family.dual import conditioned, dual
 from fedquilt.family.family import trace
 from fedquilt.family.norms import NORM_POLICIES, NormPolicy
 from fedquilt.family.union import union
-from fedquilt.fleets.budgets import FLEETS, Budgets, ByNet
+from fedquilt.fleets.budgets import Budgets
 from fedquilt.fleets.fleet import Devices
+from fedquilt.fleets.presets import FLEETS, ByNet
 from fedquilt.hardware.device import device_of
 from fedquilt.hardware.precision import DTYPES, Precision, unfit
 from fedquilt.hardware.process import keep_pages

@@ -28,8 +28,8 @@ from fedquilt.cli import COMMANDS, main
 from fedquilt.cli.options import FLAGS, _given_once, refuse_repeated
 from fedquilt.engines import ENGINES
 from fedquilt.family.norms import NORM_POLICIES
-from fedquilt.fleets.budgets import Uniform
 from fedquilt.fleets.fleet import Devices
+from fedquilt.fleets.presets import Uniform
 from fedquilt.methods import METHODS
 from fedquilt.models import MODELS
 from fedquilt.round.link import CODECS

@@ -11,8 +11,9 @@ import pytest
 import fedquilt.runs.experiment  # noqa: F401  it knows the tables of names
 from fedquilt.config.settings import Problem, read
 from fedquilt.fleets.availability import Trace
-from fedquilt.fleets.budgets import FLEETS, FromCsv
+from fedquilt.fleets.csv import FromCsv
 from fedquilt.fleets.fleet import Devices
+from fedquilt.fleets.presets import FLEETS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "fleets.md").read_text()
 

@@ -18,7 +18,7 @@ import pytest
 
 import fedquilt as fq
 from fedquilt.data import Domains, Iid
-from fedquilt.fleets.budgets import Clusters, Uniform
+from fedquilt.fleets.presets import Clusters, Uniform
 from fedquilt.methods import METHODS, Method
 from fedquilt.methods.nested import TABLE_17, Nested
 from fedquilt.round.link import PERFECT

@@ -9,7 +9,8 @@ import pytest
 import fedquilt as fq
 from fedquilt import fleets
 from fedquilt.errors import ConfigError
-from fedquilt.fleets.budgets import FLEETS, Budgets
+from fedquilt.fleets.budgets import Budgets
+from fedquilt.fleets.presets import FLEETS
 
 
 def dealt(budgets: Budgets, num_clients: int, seed: int = 0) -> list[fq.Budget]:

@@ -10,8 +10,8 @@ import pytest
 import fedquilt as fq
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.fleets.availability import Diurnal, Trace
-from fedquilt.fleets.budgets import FIVE_SHARES, Income
 from fedquilt.fleets.fleet import Devices
+from fedquilt.fleets.presets import FIVE_SHARES, Income
 
 
 def shares(fleet: fq.Fleet) -> list[float]:
@@ -232,7 +232,7 @@ def test_stays_that_overlap_count_a_client_once(tmp_path):
     assert fleet.presence.count(4) == 2
 
 
-def test_presences_are_told_apart_by_who_is_there(tmp_path):
+def test_fingerprints_differ_if_other_clients_are_available(tmp_path):
     def found(text, period=0):
         return trace(tmp_path, "client,start,end\n" + text, period).presence(10, 0).fingerprint
 
@@ -244,8 +244,13 @@ def test_presences_are_told_apart_by_who_is_there(tmp_path):
     assert patterns[0] == patterns[1] != patterns[2]
 
 
-def test_drawing_from_a_trace_is_what_listing_everybody_would_give(tmp_path):
-    """The index against the plain way: who is there in each round, by going through all stays."""
+def test_cohorts_of_earlier_releases_are_drawn():
+    presence = Diurnal(24, 8, 0.5).presence(1000, 0)
+    assert presence.draw(3, 8, 12345) == [185, 278, 573, 654, 733, 844, 914, 979]
+
+
+def test_all_clients_of_a_trace_that_are_available_are_drawn(tmp_path):
+    """Compare with the clients of each round found by a loop over all stays."""
     fleet = fq.Fleet.of((1.0,), 40, 40, availability=trace(tmp_path, stays := _random_stays()))
     rows = [tuple(map(int, row.split(","))) for row in stays.splitlines()[1:]]
     for round in range(max(end for _, _, end in rows)):

@@ -17,8 +17,8 @@ from fedquilt.cli.options import Options
 from fedquilt.config.settings import leaves, read
 from fedquilt.data import Domains, Iid, Labels, Natural, Partition, Pool
 from fedquilt.errors import ConfigError, DataError
-from fedquilt.fleets.budgets import Uniform
 from fedquilt.fleets.fleet import Devices
+from fedquilt.fleets.presets import Uniform
 from fedquilt.methods import METHODS, FedAvg, FedBN, FedRolex, HeteroFL
 from fedquilt.models import MODELS
 from fedquilt.round import Evaluation

@@ -15,7 +15,7 @@ import tomli_w
 
 from fedquilt.data import Labels
 from fedquilt.errors import ConfigError, DataError
-from fedquilt.fleets.budgets import TwoLevel, Uniform
+from fedquilt.fleets.presets import TwoLevel, Uniform
 from fedquilt.methods import FedAvg, FedRolex, HeteroFL
 from fedquilt.runs.experiment import Experiment
 from fedquilt.studies.measures import TRAINING
