@@ -369,7 +369,8 @@ class ExportRequest:
         from fedquilt.cli.show import print_json, say, show_export
 
         with output(self.json) as (console, stdout):
-            from fedquilt.deploy.export import FORMATS, check_place, chosen, export_sizes
+            from fedquilt.deploy.export import check_place, chosen, export_sizes
+            from fedquilt.deploy.formats import FORMATS
             from fedquilt.runs.experiment import load_run
 
             budgets = self._budgets()

@@ -118,7 +118,7 @@ def _own_method(name: str) -> type[Method]:
 def _table(what: str) -> Mapping[str, Any]:
     import fedquilt.runs.experiment  # noqa: F401  # which says what settings are chosen by name
     from fedquilt.data import DATA, PARTITIONS
-    from fedquilt.deploy.export import FORMATS
+    from fedquilt.deploy.formats import FORMATS
     from fedquilt.engines import ENGINES
     from fedquilt.family.norms import NORM_POLICIES
     from fedquilt.fleets.presets import FLEETS

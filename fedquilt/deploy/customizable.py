@@ -36,29 +36,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A net, and the position in `Plan.stocks` of the stock that its weights are in."""
+    """A net, and the position in `SizePlan.stocks` of the stock that its weights are in."""
 
     net: Submodel
     stock: int
 
 
 @dataclass(frozen=True)
-class Plan:
+class SizePlan:
     """The stocks of weights that a customizable model holds, and the nets that use them.
 
-    A stock is a widest net, whose weights are held once. `depends_on_batch` has the positions of
+    A stock is a widest net, whose weights are held once. `nets_by_share` has the positions of
     the nets whose logits are averaged, by share.
     """
 
     # Widest net of each group. The channels of narrower nets come first.
     stocks: tuple[Submodel, ...]
     nets: tuple[Assignment, ...]
-    depends_on_batch: Mapping[float, tuple[int, ...]]
+    nets_by_share: Mapping[float, tuple[int, ...]]
 
     @staticmethod
-    def of(depends_on_batch: Mapping[float, Submodels]) -> Plan:
+    def of(nets_by_share: Mapping[float, Submodels]) -> SizePlan:
         """Plan the nets of each share. A net inside another net shares its weights."""
-        nets = dict.fromkeys(net for mix in depends_on_batch.values() for net in mix)
+        nets = dict.fromkeys(net for share_nets in nets_by_share.values() for net in share_nets)
         groups: list[list[Submodel]] = []
         for net in sorted(nets, key=_size, reverse=True):
             stock_group = next((group for group in groups if _inside(net, group[0])), None)
@@ -75,34 +75,35 @@ class Plan:
                 net: Assignment(reordered, position) for net, reordered in inner.items()
             }
         order = list(assignments)
-        return Plan(
+        return SizePlan(
             tuple(stocks),
             tuple(assignments.values()),
             {
-                share: tuple(order.index(net) for net in mix)
-                for share, mix in depends_on_batch.items()
+                share: tuple(order.index(net) for net in share_nets)
+                for share, share_nets in nets_by_share.items()
             },
         )
 
-    def with_nets(self, nets: Sequence[Submodel]) -> Plan:
+    def with_nets(self, nets: Sequence[Submodel]) -> SizePlan:
         """Return the plan with other sub-models: those of the stocks, then those of the nets."""
         stocks, new_nets = nets[: len(self.stocks)], nets[len(self.stocks) :]
         assignments = tuple(
             Assignment(net, old.stock) for net, old in zip(new_nets, self.nets, strict=True)
         )
-        return Plan(tuple(stocks), assignments, self.depends_on_batch)
+        return SizePlan(tuple(stocks), assignments, self.nets_by_share)
 
-    def mix(self, share: float) -> Submodels:
+    def nets_at(self, share: float) -> Submodels:
         """Return the nets whose logits are averaged at a share."""
-        return tuple(self.nets[position].net for position in self.depends_on_batch[share])
+        return tuple(self.nets[position].net for position in self.nets_by_share[share])
 
     def to_note(self) -> Note:
+        """Return the plan as plain values, for the note of a file."""
         return {
             "stocks": [stock.to_dict() for stock in self.stocks],
             "nets": [
                 {**assignment.net.to_dict(), "stock": assignment.stock} for assignment in self.nets
             ],
-            "mixes": [[share, list(nets)] for share, nets in self.depends_on_batch.items()],
+            "mixes": [[share, list(nets)] for share, nets in self.nets_by_share.items()],
         }
 
     def check(
@@ -130,8 +131,9 @@ class Plan:
                 )
 
     @staticmethod
-    def from_note(note: Mapping[str, Any]) -> Plan:
-        return Plan(
+    def from_note(note: Mapping[str, Any]) -> SizePlan:
+        """Return the plan that `to_note` described."""
+        return SizePlan(
             tuple(Submodel.from_dict(stock) for stock in note["stocks"]),
             tuple(Assignment(Submodel.from_dict(net), net["stock"]) for net in note["nets"]),
             {share: tuple(nets) for share, nets in note["mixes"]},
@@ -142,14 +144,13 @@ def _size(net: Submodel) -> int:
     return sum(width for _, width in net.arch.widths)
 
 
-def _inside(one: Submodel, other: Submodel) -> bool:
+def _inside(inner: Submodel, outer: Submodel) -> bool:
     """Return True if all channels of a net are channels of another net."""
-    if (one.scope, one.arch.variant) != (
-        other.scope,
-        other.arch.variant,
-    ) or one.index.keys() != other.index.keys():
+    if (inner.scope, inner.arch.variant) != (outer.scope, outer.arch.variant):
         return False
-    return all(set(positions) <= set(other.index[axis]) for axis, positions in one.index.items())
+    if inner.index.keys() != outer.index.keys():
+        return False
+    return all(set(positions) <= set(outer.index[axis]) for axis, positions in inner.index.items())
 
 
 def _ordered(group: Sequence[Submodel]) -> tuple[Submodel, dict[Submodel, Submodel]]:
@@ -197,7 +198,7 @@ class CustomizableModel(nn.Module):
     def __init__(
         self,
         family: Family,
-        plan: Plan,
+        plan: SizePlan,
         weights: Sequence[Weights],
         statistics: Sequence[Weights],
         norms: str,
@@ -222,7 +223,7 @@ class CustomizableModel(nn.Module):
         if not all(has_statistics(family.member(stock), state) for stock, state in stocks):
             forget_statistics(self.stocks)  # Every net has its own statistics, or none.
         self.requires_grad_(False).eval()
-        self._share = next(iter(plan.depends_on_batch))
+        self._share = next(iter(plan.nets_by_share))
         self._robustness: float | None = None
         # Modules around the tensors of the stocks, by share. A dictionary hides them from
         # nn.Module, which would count and move the shared tensors again.
@@ -233,7 +234,7 @@ class CustomizableModel(nn.Module):
     @property
     def shares(self) -> tuple[float, ...]:
         """Return the shares that can be set."""
-        return tuple(self.plan.depends_on_batch)
+        return tuple(self.plan.nets_by_share)
 
     @property
     def share(self) -> float:
@@ -295,12 +296,11 @@ class CustomizableModel(nn.Module):
             if not has_statistics(self._family.member(assignment.net), state):
                 forget_statistics(module)
             nets.append(module.requires_grad_(False).eval())
-        self._members = {
-            share: nets[mix[0]]
-            if len(mix) == 1
-            else Ensemble(nets[position] for position in mix).eval()
-            for share, mix in self.plan.depends_on_batch.items()
-        }
+        self._members = {}
+        for share, positions in self.plan.nets_by_share.items():
+            share_nets = [nets[position] for position in positions]
+            is_single = len(share_nets) == 1
+            self._members[share] = share_nets[0] if is_single else Ensemble(share_nets).eval()
         self.set(robustness=self._robustness)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -356,7 +356,7 @@ class CustomizableModel(nn.Module):
         Raises:
             FormatError: Nets or tensors do not fit the family, or each other.
         """
-        plan = Plan.from_note(note)
+        plan = SizePlan.from_note(note)
         prefixes = [f"stocks.{position}." for position in range(len(plan.stocks))]
         prefixes += [f"statistics.{position}." for position in range(len(plan.nets))]
         values = [under(prefix, tensors) for prefix in prefixes]
@@ -404,11 +404,9 @@ def customizable(
     Raises:
         ConfigError: There are no shares, or their nets have several architectures.
     """
-    source, policy, family = (
-        WeightSource(run, client),
-        norms_of(run, norms, client),
-        run.world.family,
-    )
+    source = WeightSource(run, client)
+    policy = norms_of(run, norms, client)
+    family = run.world.family
     try:
         budgets = {float(share): Budget(share=float(share)) for share in shares}
     except (TypeError, ValueError) as error:
@@ -421,7 +419,7 @@ def customizable(
         raise ConfigError(
             "a customizable model was asked for without shares; give some, such as shares=(1, 0.5)."
         )
-    plan = Plan.of({share: source.nets(budget) for share, budget in budgets.items()})
+    plan = SizePlan.of({share: source.nets(budget) for share, budget in budgets.items()})
     check_nets(run, (assignment.net for assignment in plan.nets), policy)
     # Tracked statistics are stored with the weights: narrower nets have views of the wider one's.
     has_tracked = policy.tracks

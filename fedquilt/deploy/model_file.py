@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from fedquilt.deploy.trained import Trained
 
 Note = dict[str, Any]
-
 MAX_INPUT_VALUES = 2**28  # Largest number of values in one sample of a model from a file
 MAX_NETS = 1_024  # Largest number of nets in a file
-
 _INPUT_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
@@ -148,10 +146,10 @@ def _check_plan(note: Note) -> None:
         whole(net.get("stock")) and net["stock"] < len(note["stocks"]) for net in note["nets"]
     ):
         raise FormatError("a net of its note has no stock")
-    depends_on_batch = note.get("mixes")
-    if not isinstance(depends_on_batch, list) or not 1 <= len(depends_on_batch) <= MAX_NETS:
+    nets_by_share = note.get("mixes")
+    if not isinstance(nets_by_share, list) or not 1 <= len(nets_by_share) <= MAX_NETS:
         raise FormatError(f"mixes of its note are no list of 1 to {MAX_NETS:,} shares")
-    for mix in depends_on_batch:
+    for mix in nets_by_share:
         if (
             not isinstance(mix, list)
             or len(mix) != 2
@@ -161,9 +159,7 @@ def _check_plan(note: Note) -> None:
             raise FormatError("a mix of its note is no share with a list of nets")
         if not 1 <= len(mix[1]) <= count or not all(whole(net) and net < count for net in mix[1]):
             raise FormatError(f"the share {mix[0]:g} of its note has nets that are not there")
-    if not _is_number(note.get("share")) or note["share"] not in [
-        mix[0] for mix in depends_on_batch
-    ]:
+    if not _is_number(note.get("share")) or note["share"] not in [mix[0] for mix in nets_by_share]:
         raise FormatError("share of its note is none of its mixes")
 
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import nn
 
 import fedquilt as fq
-from fedquilt.deploy.export import Pt2
+from fedquilt.deploy.formats import Pt2
 from fedquilt.errors import ConfigError, ExportError, RecordError
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.methods import FedBN, FedRolex, HeteroFL, LocalOnly, SplitMix
