@@ -13,11 +13,12 @@ from torch import Tensor
 from fedquilt.errors import DataError
 from fedquilt.supernet.blocks import MemberCost
 from fedquilt.supernet.elastic import Supernet
+from fedquilt.supernet.evaluate import member_accuracy
+from fedquilt.supernet.images import SupernetData
 from fedquilt.supernet.meter import Meter
 from fedquilt.supernet.predictor import Floats, Predictor
 from fedquilt.supernet.search import Measure, Search
 from fedquilt.supernet.space import Config
-from fedquilt.supernet.training import SupernetData, member_accuracy
 
 NUM_MEASURED = 128  # Members on which a predictor is fitted.
 MAX_VALIDATION = 2_000  # Images on which accuracy is measured. Rotation gives four samples of each.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -16,18 +15,17 @@ from numpy.typing import NDArray
 from fedquilt.checks import one_of, within
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.errors.extras import how_to_install
+from fedquilt.supernet.genome import Genes, Genome
 from fedquilt.supernet.limits import Limits
 from fedquilt.supernet.meter import Costs, Meter
 from fedquilt.supernet.predictor import Floats
-from fedquilt.supernet.space import KINDS, Config, Space, SpaceChoice
+from fedquilt.supernet.space import Config
 from fedquilt.units import amount
 
-Genes = tuple[int, ...]  # A configuration, as the index of each choice's option.
 Score = Callable[[Sequence[Config]], Floats]  # Returns scores of configurations. Higher is better.
 Measure = Callable[[Config], float]  # Returns the accuracy of a member.
 Strategy = Literal["evolution", "random", "exhaustive"]
 Watch = Callable[[int, int], None]  # Gets the number of finished generations and of all.
-
 # Configurations up to which a space is enumerated, so that its best member is known exactly.
 MAX_ENUMERATED = 20_000
 SATURATED = 12  # Generations without a better member after which the evolution ends.
@@ -94,85 +92,6 @@ class Found:
     def name(self) -> str:
         """Return a name with the multiply-adds that is a valid module name, such as `net44_8M`."""
         return f"net{amount(self.costs.macs)}".replace(".", "_")
-
-
-class Genome:
-    """Conversion between configurations of a space and genes, which are tuples of integers.
-
-    A gene is the index of a choice's option. A higher index is a larger option, which costs more.
-    Choices of blocks that are not kept are 0.
-    """
-
-    def __init__(self, space: Space) -> None:
-        self.choices: tuple[SpaceChoice, ...] = space.choices
-        self.sizes = tuple(len(choice.options) for choice in self.choices)
-        self._kinds = {
-            kind: [i for i, choice in enumerate(self.choices) if choice.kind == kind]
-            for kind in KINDS
-        }
-        self._depths = {self.choices[i].stage: i for i in self._kinds["depths"]}
-
-    def config(self, genes: Genes) -> Config:
-        """Return the configuration of canonical genes."""
-        values = [choice.options[gene] for choice, gene in zip(self.choices, genes, strict=True)]
-        fields: dict[str, Any] = {
-            kind: tuple(values[i] for i in places) for kind, places in self._kinds.items()
-        }
-        return Config(**fields)
-
-    def is_kept(self, place: int, genes: Sequence[int]) -> bool:
-        """Return True if a choice has an effect, because its block is kept."""
-        choice = self.choices[place]
-        if choice.block is None:
-            return True
-        depth = self._depths[choice.stage]
-        return choice.block < self.choices[depth].options[genes[depth]]
-
-    def canonical(self, genes: Sequence[int]) -> Genes:
-        """Return the genes with choices that have no effect at 0. Equal nets have equal genes."""
-        return tuple(
-            int(gene) if self.is_kept(index, genes) else 0 for index, gene in enumerate(genes)
-        )
-
-    def random(self, random: np.random.Generator) -> Genes:
-        """Draw every choice uniformly from its options."""
-        return self.canonical([int(random.integers(count)) for count in self.sizes])
-
-    def smaller(self, genes: Genes) -> list[int]:
-        """Return the choices that can take a smaller option."""
-        return [index for index, gene in enumerate(genes) if gene > 0]
-
-    def larger(self, genes: Genes) -> list[int]:
-        """Return the choices that can take a larger option."""
-        places = enumerate(zip(genes, self.sizes, strict=True))
-        return [
-            index
-            for index, (gene, count) in places
-            if gene + 1 < count and self.is_kept(index, genes)
-        ]
-
-    def moved(self, genes: Genes, place: int, by: int) -> Genes:
-        """Return the genes with one choice moved to another option."""
-        return self.canonical([gene + by if i == place else gene for i, gene in enumerate(genes)])
-
-    def __iter__(self) -> Iterator[Genes]:
-        """Iterate over the genes of all configurations, each once."""
-        depths = [
-            range(self.sizes[index]) if self.choices[index].kind == "depths" else (0,)
-            for index in self._places
-        ]
-        for depth_genes in product(*depths):
-            ranges = [
-                (depth_genes[index],)
-                if self.choices[index].kind == "depths"
-                else range(self.sizes[index] if self.is_kept(index, depth_genes) else 1)
-                for index in self._places
-            ]
-            yield from product(*ranges)
-
-    @property
-    def _places(self) -> range:
-        return range(len(self.choices))
 
 
 class Search:
@@ -348,13 +267,13 @@ class Search:
                 f"configurations, and at most {MAX_ENUMERATED:,} are enumerated. "
                 'strategy="evolution" fits.'
             )
-        places = np.flatnonzero(self._fitting(task.limits) & (self._column("macs") >= task.least))
-        task.fitness([self._all[index] for index in places])
+        is_candidate = self._fitting(task.limits) & (self._column("macs") >= task.least)
+        task.fitness([self._all[index] for index in np.flatnonzero(is_candidate)])
 
     def _evolve(self, task: _Task, filled: Sequence[Genes], watch: Watch | None) -> None:
-        """Evolve a population by PyGAD: tournaments, uniform crossing, and mutation of single
-        choices.
+        """Evolve a population by PyGAD.
 
+        Parents are chosen in tournaments and crossed uniformly. Mutation changes single choices.
         After every mutation configurations are moved back to the limits (`_fill`), so that nearly
         all of a generation are candidates. The two best are kept from generation to generation.
         """
@@ -417,11 +336,9 @@ class Search:
                 break
         if not candidates:
             genes = self._fill(genes, limits, min_macs, random)
-            candidates[
-                genes
-                if self._macs(genes) >= self.options.floor * capacity
-                else self._filled(limits)[0]
-            ] = None
+            if self._macs(genes) < self.options.floor * capacity:
+                genes = self._filled(limits)[0]
+            candidates[genes] = None
         scores = self.score([self._genome.config(genes) for genes in candidates])
         ranked = sorted(zip(scores.tolist(), candidates, strict=True), reverse=True)
         return [self._found(genes, score, limits, len(candidates)) for score, genes in ranked]
@@ -476,8 +393,7 @@ class Search:
         return fits
 
     def _filled(self, limits: Limits) -> list[Genes]:
-        """Return members within the limits that use as many multiply-adds as they can, the largest
-        first.
+        """Return members that use as many multiply-adds as the limits allow, the largest first.
 
         In a small space the first has the most multiply-adds of all members within the limits.
         """
@@ -519,7 +435,7 @@ class _Task:
 
     search: Search
     limits: Limits
-    least: float  # multiply-adds of a candidate
+    least: float  # Fewest multiply-adds that a candidate has
     scores: dict[Genes, float] = field(default_factory=dict)
 
     def is_candidate(self, genes: Genes) -> bool:
@@ -529,8 +445,9 @@ class _Task:
         )
 
     def fitness(self, rows: Sequence[Genes]) -> list[float]:
-        """Return the scores of candidates. Other configurations rank below all candidates, and are
-        not scored.
+        """Return the scores of candidates.
+
+        Other configurations rank below all candidates, and are not scored.
         """
         new = [
             genes

@@ -27,7 +27,8 @@ from fedquilt.supernet import (
     save_supernet,
     train_supernet,
 )
-from fedquilt.supernet.training import CHECKPOINT, Phase, _Trainer, phases
+from fedquilt.supernet.phases import Phase, phases
+from fedquilt.supernet.training import CHECKPOINT, _Trainer
 
 QUICK = SupernetTraining(epochs=1, phase_epochs=1, batch_size=16, calibration=16)
 
