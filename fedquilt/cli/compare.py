@@ -109,7 +109,8 @@ class CompareRequest(Options):
     def _resumed(self, folder: Path) -> tuple[Plan, dict[str, str]]:
         """Return the study in a folder, or some of its entries, with more rounds on request."""
         from fedquilt.runs.experiment import assign
-        from fedquilt.studies.plan import STUDY_FILE, Plan, find_entry
+        from fedquilt.studies.entries import find_entry
+        from fedquilt.studies.plan import STUDY_FILE, Plan
 
         plan = Plan.read(folder)
         names = [entry.name for entry in plan.entries]
@@ -129,7 +130,8 @@ class CompareRequest(Options):
     def _planned(self) -> tuple[Plan, dict[str, str]]:
         """Return the study that was asked for, checked, and the source of each entry's settings."""
         from fedquilt.runs.experiment import Experiment
-        from fedquilt.studies.plan import Entry, Plan
+        from fedquilt.studies.entries import Entry
+        from fedquilt.studies.plan import Plan
         from fedquilt.studies.study import check_comparable
 
         if not self.methods:
@@ -194,7 +196,7 @@ class CompareRequest(Options):
     ) -> tuple[CompareRequest, dict[str, tuple[Any, ...]]]:
         """Return the request with those `--set` that concern one entry, and the entry's grid."""
         from fedquilt.runs.experiment import parse_grid
-        from fedquilt.studies.plan import find_entry
+        from fedquilt.studies.entries import find_entry
 
         assignments = []
         grid = {}

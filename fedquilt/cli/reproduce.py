@@ -126,6 +126,6 @@ class ReproduceRequest:
 
 def _folder_name(table: str) -> str:
     """Return a name for the folder of a table's study."""
-    from fedquilt.studies.plan import folder_name
+    from fedquilt.studies.entries import folder_name
 
     return folder_name(table.removesuffix(".toml").replace("/", "-"))

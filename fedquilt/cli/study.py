@@ -14,8 +14,9 @@ from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
 from fedquilt.runs.summaries import UNDER_ATTACK
 from fedquilt.storage.files import write_text
+from fedquilt.studies.entries import PlannedRun
 from fedquilt.studies.execute import Display, Grounds, Watch, finished, torch_settings_restored
-from fedquilt.studies.plan import COMPARISON_FILE, Plan, PlannedRun
+from fedquilt.studies.plan import COMPARISON_FILE, Plan
 from fedquilt.studies.result import Result
 from fedquilt.studies.statistics import check_alike
 from fedquilt.studies.study import Study, run_plan

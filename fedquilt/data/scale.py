@@ -74,9 +74,11 @@ class Scale:
         return Scale(centre.float().reshape(shape), spread.float().reshape(shape))
 
     def __call__(self, stored: Tensor) -> Tensor:
+        """Return stored samples (sample, channel, …) as a model gets them."""
         return (stored.to(self.mean.dtype) - self.mean) / self.std
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Scale:
+        """Return the normalisation on a device, in a floating-point type."""
         return Scale(self.mean.to(device, dtype), self.std.to(device, dtype))
 
 

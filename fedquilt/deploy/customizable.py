@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fedquilt.axes import Index, Positions
 from fedquilt.data.parts import Array
@@ -274,6 +275,7 @@ class CustomizableModel(nn.Module):
             self._share = share  # Set last, so that an error changes nothing.
         return self
 
+    @override
     def forward(self, *inputs: Any) -> Tensor:
         outputs: Tensor = self._members[self._share](*inputs)
         return outputs

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fedquilt.deploy.deploy import (
     Deployed,
@@ -70,6 +71,7 @@ class Onnx(Format):
     """ONNX, for ONNX Runtime and other runtimes. The batch size is free."""
 
     @classmethod
+    @override
     def check(cls) -> None:
         missing = []
         for name in ("onnx", "onnxruntime", "onnxscript"):
@@ -84,6 +86,7 @@ class Onnx(Format):
                 f"{how_to_install('export')}. pt2 and safetensors need nothing more."
             )
 
+    @override
     def write(self, model: Written) -> bytes:
         program = _program(model)
         try:
@@ -108,6 +111,7 @@ class Onnx(Format):
             ) from error
         return data
 
+    @override
     def read(self, data: bytes, model: Written) -> Forward:
         import onnxruntime
 
@@ -134,6 +138,7 @@ class Pt2(Format):
     The batch size is free.
     """
 
+    @override
     def write(self, model: Written) -> bytes:
         buffer, program = io.BytesIO(), _program(model)
         with _quiet():
@@ -142,6 +147,7 @@ class Pt2(Format):
             )
         return buffer.getvalue()
 
+    @override
     def read(self, data: bytes, model: Written) -> Forward:
         with _quiet():
             program: Forward = torch.export.load(io.BytesIO(data)).module()
@@ -180,6 +186,7 @@ def _program(model: Written) -> Any:
 class Safetensors(Format):
     """Weights by name with a note, for `fedquilt.load_model` and the module's code."""
 
+    @override
     def write(self, model: Written) -> bytes:
         nets = model.module.nets if isinstance(model.module, Ensemble) else [model.module]
         names, tensors = model.deployment.family.layout.dims, dict[str, Tensor]()
@@ -188,6 +195,7 @@ class Safetensors(Format):
             tensors |= {prefix + name: state[name] for name in names if name in state}
         return b"".join(Blob.sealed(tensors, model.note).chunks())
 
+    @override
     def read(self, data: bytes, model: Written) -> Forward:
         file = TensorFile.of(data, "the file")
         tensors = file.tensors(torch.device("cpu"), sealed=True)

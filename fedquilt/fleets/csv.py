@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from typing_extensions import override
+
 from fedquilt.checks import File
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.fleets.budgets import BudgetAssignment, Budgets, in_portions
@@ -28,6 +30,7 @@ class FromCsv(Budgets):
 
     file: File  # CSV file with one kind of device per row.
 
+    @override
     def assign(self, num_clients: int, seed: int = 0) -> BudgetAssignment:
         kinds, counts = zip(*self._devices(), strict=True)
         return in_portions(kinds, counts, num_clients)

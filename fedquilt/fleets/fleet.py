@@ -155,6 +155,7 @@ class Fleet:
 
     @property
     def num_clients(self) -> int:
+        """Return the number of clients."""
         return len(self.which)
 
     @property

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.checks import within
@@ -47,6 +48,7 @@ class Uniform(Budgets):
     def __post_init__(self) -> None:
         within(self, shares="(0, 1]")
 
+    @override
     def assign(self, num_clients: int, seed: int = 0) -> BudgetAssignment:
         return in_turn(self.shares, num_clients)
 
@@ -67,6 +69,7 @@ class Income(Budgets):
                 "shares, 1, 1/2, 1/4, 1/8 and 1/16."
             )
 
+    @override
     def assign(self, num_clients: int, seed: int = 0) -> BudgetAssignment:
         warn_of_portions(self.portions)
         return in_portions(FIVE_SHARES, self.portions, num_clients)
@@ -83,6 +86,7 @@ class TwoLevel(Budgets):
     def __post_init__(self) -> None:
         within(self, rho="[0, 1]", large="(0, 1]", small="(0, 1]")
 
+    @override
     def assign(self, num_clients: int, seed: int = 0) -> BudgetAssignment:
         return in_portions((self.large, self.small), (self.rho, 1 - self.rho), num_clients)
 
@@ -99,6 +103,7 @@ class Quarters(Budgets):
 
     ascending: bool = True  # True: the last clients have share 1. False: the first ones have it.
 
+    @override
     def assign(self, num_clients: int, seed: int = 0) -> BudgetAssignment:
         shares = (1 / 8, 1 / 4, 1 / 2, 1.0)
         return in_groups(shares if self.ascending else shares[::-1], num_clients)
@@ -117,6 +122,7 @@ class Groups(Budgets):
     def __post_init__(self) -> None:
         self._shares()  # Raises an error if a divisor is not valid.
 
+    @override
     def assign(self, num_clients: int, seed: int = 0) -> BudgetAssignment:
         return in_groups(self._shares(), num_clients)
 
@@ -153,6 +159,7 @@ class Step(Budgets):
                 f"{self.step * self.groups:g}, and shares lie in (0, 1]."
             )
 
+    @override
     def assign(self, num_clients: int, seed: int = 0) -> BudgetAssignment:
         return in_groups([self.step * group for group in range(1, self.groups + 1)], num_clients)
 
@@ -178,6 +185,7 @@ class LogNormal(Budgets):
                 f"1/{self.bins}."
             )
 
+    @override
     def assign(self, num_clients: int, seed: int = 0) -> BudgetAssignment:
         shares = [step / self.bins for step in range(1, self.bins + 1)]
         below = [self._below(share) for share in shares]
@@ -204,6 +212,7 @@ class Clusters(Budgets):
     def __post_init__(self) -> None:
         within(self, shares="(0, 1]")
 
+    @override
     def assign(self, num_clients: int, seed: int = 0) -> BudgetAssignment:
         kinds, _ = in_turn(self.shares, 0)
         positions = noise.bits(torch.tensor(noise.key(seed, 24)), num_clients) % len(kinds)
@@ -227,6 +236,7 @@ class FlopLimited(Budgets):
     def __post_init__(self) -> None:
         within(self, mean="(0, 1e18]", spread="[0, 1)", levels=_FEW)
 
+    @override
     def assign(self, num_clients: int, seed: int = 0) -> BudgetAssignment:
         low, high = self.mean * (1 - self.spread), self.mean * (1 + self.spread)
         limits = np.linspace(low, high, self.levels) if self.levels > 1 else [self.mean]
@@ -244,6 +254,7 @@ class ByNet(Budgets):
 
     pairs: bool = False  # True: a budget allows the first net together with one of the others.
 
+    @override
     def assign(self, num_clients: int, seed: int = 0) -> BudgetAssignment:
         raise ConfigError(
             "the fleet by_net was asked for without a model, on which its budgets depend. Python "
@@ -251,6 +262,7 @@ class ByNet(Budgets):
             "fq.Fleet.of(fq.fleets.net_budgets(family), num_clients)."
         )
 
+    @override
     def for_family(self, family: Family) -> Budgets:
         return Given(net_budgets(family, self.pairs))
 
@@ -274,6 +286,7 @@ class Given(Budgets):
                 "for each of them, or none."
             )
 
+    @override
     def assign(self, num_clients: int, seed: int = 0) -> BudgetAssignment:
         if not self.portions:
             return in_turn(self.kinds, num_clients)

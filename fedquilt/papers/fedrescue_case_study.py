@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from typing_extensions import override
+
 from fedquilt.checks import within
 from fedquilt.family.cut import prefix
 from fedquilt.methods import Method
@@ -34,10 +36,12 @@ class ProgressiveColumns(Method):
         super().__post_init__()
         within(self, inner="(0, 1)")
 
+    @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         has_turn = client.id == server.round
         return [prefix(self.fit(client.budget, world))] if has_turn else []
 
+    @override
     def learner(self, job: Job, world: World) -> Learner:
         is_grown = job.round > 0 and self.progressive
         region = Between(self.inner, 1.0) if is_grown else Everywhere()

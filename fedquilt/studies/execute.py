@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from typing_extensions import override
 
 from fedquilt.config.settings import write as plain_settings
 from fedquilt.errors import ConfigError, DivergenceError, RecordError
@@ -29,8 +30,8 @@ from fedquilt.runs.round_log import gaps, rounds_text
 from fedquilt.runs.run import Run
 from fedquilt.runs.trust import remember_code
 from fedquilt.storage.files import write_text
+from fedquilt.studies.entries import PlannedRun
 from fedquilt.studies.measures import MEASURES, TRAINING
-from fedquilt.studies.plan import PlannedRun
 from fedquilt.studies.result import Result
 
 _log = logging.getLogger("fedquilt")
@@ -54,6 +55,7 @@ class Display:
 
     @staticmethod
     def of(run: Run, rounds: int) -> Display:
+        """Return the facts about a prepared run, of which `rounds` are planned."""
         labels = labels_by_share(run.method, run.fleet.kinds, run.world, run.evaluation.shares)
         return Display(rounds, run.server.round, run.world.task.main.is_rate, labels)
 
@@ -68,12 +70,14 @@ class Watch(Protocol):
         """Receive the result of a run that has finished, or that was finished before."""
 
 
-class Unwatched:
+class Unwatched(Watch):
     """A `Watch` that does nothing."""
 
+    @override
     def begin(self, planned: PlannedRun, display: Display) -> Callable[[Record], None]:
         return lambda record: None
 
+    @override
     def end(self, planned: PlannedRun, result: Result) -> None:
         return None
 

@@ -24,7 +24,6 @@ from fedquilt.terms import Budget, Submodel
 
 TRAINING = "training"  # The measure that trains and evaluates. All others are in `MEASURES`.
 BYTES_OF_FLOAT32 = 4
-
 Measure = Callable[[Run, int], Mapping[str, Any]]
 
 

@@ -23,8 +23,8 @@ from fedquilt.errors import ConfigError, DataError, FedquiltError
 from fedquilt.names import nearest
 from fedquilt.runs.experiment import Experiment, Settings, assign, overlay, parse_toml, resolved
 from fedquilt.storage.files import why
+from fedquilt.studies.entries import at_point
 from fedquilt.studies.measures import TRAINING, measure_problems
-from fedquilt.studies.plan import at_point
 from fedquilt.studies.values import Value
 
 SMOKE = "smoke"  # Scale that needs no data
@@ -35,7 +35,6 @@ SMOKE_NOTE = (
 FULL = "full"  # Scale of the paper, which every preset has
 DATA_VARIABLE = "FEDQUILT_DATA"  # Environment variable with the folder of data files
 DATA_FOLDER = "data"  # Folder of data files if the variable is not set
-
 _SUPERNET = ("model", "supernet")  # Keys of the setting that names a supernet file.
 _NUMBER = re.compile(r"[-−]?[\d,]*\.?\d+")
 
@@ -370,20 +369,23 @@ def _problems_of_shape(preset: Preset) -> Iterator[str]:
         yield from (f"{key}: {entry!r} is there more than once." for entry in repeated)
     for index, row in enumerate(preset.rows):
         yield from _problems_of_row(preset, row, f"rows[{index}]")
-    for name, scale in preset.scales.items():
-        for part in scale.parts:
-            if part not in preset.parts:
-                yield (
-                    f"scales.{name}.parts: there is no part {part!r}.{nearest(part, preset.parts)}"
-                )
-        for path in scale.grid:
-            if path not in preset.grid:
-                yield (
-                    f"scales.{name}.grid: {path!r} is not in the grid.{nearest(path, preset.grid)}"
-                )
+    yield from _problems_of_scales(preset)
     for position, settings in _all_settings(preset):
         if "seed" in settings:
             yield f"{position}.seed: settings of a preset have no seed; name it in `seeds`."
+
+
+def _problems_of_scales(preset: Preset) -> Iterator[str]:
+    """Yield parts and paths that a scale changes and the preset does not have."""
+    for name, scale in preset.scales.items():
+        for part in scale.parts:
+            if part not in preset.parts:
+                hint = nearest(part, preset.parts)
+                yield f"scales.{name}.parts: there is no part {part!r}.{hint}"
+        for path in scale.grid:
+            if path not in preset.grid:
+                hint = nearest(path, preset.grid)
+                yield f"scales.{name}.grid: {path!r} is not in the grid.{hint}"
 
 
 def _all_settings(preset: Preset) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -19,10 +19,12 @@ from fedquilt.runs.folder import locked
 from fedquilt.runs.summaries import figure_text
 from fedquilt.runs.trust import check_study_code, remember_code
 from fedquilt.storage.files import write_text
+from fedquilt.studies.entries import Entry, PlannedRun, Point
 from fedquilt.studies.execute import Grounds, Watch, execute, finished, warnings_shown_once
 from fedquilt.studies.frames import frame
-from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, PlannedRun, Point, runs_outside_a_study
-from fedquilt.studies.report import comparison, to_json
+from fedquilt.studies.plain_values import to_json
+from fedquilt.studies.plan import STUDY_FILE, Plan, runs_outside_a_study
+from fedquilt.studies.report import comparison
 from fedquilt.studies.result import Result
 from fedquilt.studies.table import Table
 
@@ -340,7 +342,7 @@ def _plain_trial(trial: Trial) -> dict[str, Any]:
     return {"point": dict(trial.point), "figures": figures}
 
 
-def study(
+def study(  # noqa: PLR0913  # The keywords are the user's interface.
     entries: Mapping[str, Experiment | Settings] | Sequence[str],
     *,
     seeds: Sequence[int] = (0,),

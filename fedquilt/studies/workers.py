@@ -26,8 +26,8 @@ from typing import IO, Any
 from fedquilt import errors
 from fedquilt.errors import FedquiltError, TrainingError
 from fedquilt.round import Record
+from fedquilt.studies.entries import PlannedRun
 from fedquilt.studies.execute import Display, Grounds, Watch, finished, perform
-from fedquilt.studies.plan import PlannedRun
 from fedquilt.studies.result import Result
 
 STOP_SECONDS = 60.0  # Time in which a stopped worker may save its state before it is killed.

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.checks import outside, refuse
 from fedquilt.errors import DataError
@@ -43,9 +44,11 @@ class Classification(Task):
         super().__post_init__()
 
     @property
+    @override
     def ignored(self) -> int:
         return self.ignore
 
+    @override
     def num_outputs(self, targets: Tensor, num_classes: int) -> int:
         if not num_classes:
             raise DataError(
@@ -58,6 +61,7 @@ class Classification(Task):
         classes = targets[targets != self.ignore]
         return int(classes.max()) + 1 if len(classes) else num_classes
 
+    @override
     def unfit(self, targets: Tensor, output_shape: Sequence[int]) -> str:
         classes, positions = output_shape[1], tuple(output_shape[2:])
         if targets.is_floating_point() or targets.dtype == torch.bool:
@@ -95,6 +99,7 @@ class Classification(Task):
             return targets
         return augment(targets.unsqueeze(1), self.ignore).squeeze(1)
 
+    @override
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.dim() == 2 or outputs.stride(1) != 1:
             return self._cross_entropy(outputs, targets, "none")
@@ -104,9 +109,11 @@ class Classification(Task):
         return self._cross_entropy(rows, targets.reshape(-1), "none").reshape(targets.shape)
 
     @property
+    @override
     def is_plain_entropy(self) -> bool:
         return not self.label_smoothing and not self.class_weights
 
+    @override
     def mean_loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         if weights is None:
             return self._cross_entropy(outputs, targets, "mean")
@@ -124,9 +131,11 @@ class Classification(Task):
             label_smoothing=self.label_smoothing,
         )
 
+    @override
     def counted(self, targets: Tensor) -> Tensor:
         return targets != self.ignore
 
+    @override
     def total(self, targets: Tensor) -> Tensor:
         weights = self._class_weights(torch.float64, targets.device)
         if weights is None:

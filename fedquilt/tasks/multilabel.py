@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.tasks.metrics.base import TargetKind
 from fedquilt.tasks.task import Task, columns_unfit
@@ -24,12 +25,14 @@ class MultiLabel(Task):
     kind: ClassVar[TargetKind | None] = "labels"
     usual_metrics: ClassVar[tuple[str, ...]] = ("f1", "label_accuracy", "average_precision", "loss")
 
+    @override
     def unfit(self, targets: Tensor, output_shape: Sequence[int]) -> str:
         if why := columns_unfit(targets, output_shape):
             return why
         invalid = targets[(targets != 0) & (targets != 1)]
         return f"a target is {invalid[0].item()}; labels are 0 or 1" if len(invalid) else ""
 
+    @override
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         logits = outputs.reshape(targets.shape)
         labels = targets.to(logits.dtype)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.data.prepare.download import Watch
@@ -112,6 +113,7 @@ class Draws:
         self.count += 1
         return low + noise.key(self.key, self.count) % (high - low + 1)
 
+    @override
     def colour(self) -> tuple[int, int, int]:
         return self.between(0, 255), self.between(0, 255), self.between(0, 255)
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.checks import within
 from fedquilt.tasks.metrics.base import (
-    TargetKind,
     SumMetric,
+    TargetKind,
     ratio,
 )
 
@@ -32,6 +33,7 @@ class ClassMetric(SumMetric):
     is_rate: ClassVar[bool] = True
 
     @classmethod
+    @override
     def for_task(cls, task: Task) -> Self:
         return cls(ignore=task.ignored)
 
@@ -43,11 +45,13 @@ class Accuracy(ClassMetric):
     Sums: number of correct predictions, and of targets that count (int64).
     """
 
+    @override
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         counted = targets != self.ignore
         hits = (outputs.argmax(1) == targets) & counted
         return torch.stack([hits.sum(), counted.sum()])
 
+    @override
     def value(self, total: Tensor) -> float:
         return ratio(total[0], total[1])
 
@@ -65,21 +69,25 @@ class TopK(ClassMetric):
         within(self, k="[1, inf)")
 
     @property
+    @override
     def name(self) -> str:
         return f"top{self.k}"
 
+    @override
     def unfit(self, output_shape: tuple[int, ...]) -> str:
         classes = output_shape[1]
         if self.k <= classes:
             return ""
         return f"{self.name} was asked for; the output has {classes} classes."
 
+    @override
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         counted = targets != self.ignore
         largest = outputs.topk(self.k, dim=1).indices
         hits = (largest == targets.unsqueeze(1)).any(1) & counted
         return torch.stack([hits.sum(), counted.sum()])
 
+    @override
     def value(self, total: Tensor) -> float:
         return ratio(total[0], total[1])
 
@@ -95,13 +103,16 @@ class Perplexity(ClassMetric):
     is_rate: ClassVar[bool] = False
 
     @classmethod
+    @override
     def for_task(cls, task: Task) -> Self:
         return cls(ignore=task.ignored, same_sums_as="loss" if task.is_plain_entropy else "")
 
+    @override
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         losses = F.cross_entropy(outputs, targets, ignore_index=self.ignore, reduction="none")
         return torch.stack([losses.double().sum(), (targets != self.ignore).sum().double()])
 
+    @override
     def value(self, total: Tensor) -> float:
         entropy = ratio(total[0], total[1])
         try:

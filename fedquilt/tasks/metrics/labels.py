@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.checks import one_of
 from fedquilt.tasks.metrics.base import (
-    TargetKind,
     SumMetric,
+    TargetKind,
     are_columns,
     as_columns,
     ratio,
@@ -45,13 +46,16 @@ class F1(SumMetric):
         one_of(self, average=Average)
 
     @property
+    @override
     def name(self) -> str:
         return "f1" if self.average == "macro" else "micro_f1"
 
     @classmethod
+    @override
     def for_task(cls, task: Task) -> Self:
         return cls(ignore=task.ignored)
 
+    @override
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         predicted, true = self._yes_or_no(outputs, targets)
         hits = (predicted & true).sum(0)
@@ -68,6 +72,7 @@ class F1(SumMetric):
         predicted = (outputs.argmax(1).reshape(-1, 1) == classes) & counted
         return predicted, (flat == classes) & counted
 
+    @override
     def value(self, total: Tensor) -> float:
         if self.average == "micro":
             total = total.sum(1, keepdim=True)
@@ -94,9 +99,11 @@ class LabelAccuracy(SumMetric):
     kinds: ClassVar[tuple[TargetKind, ...]] = ("labels",)
     is_rate: ClassVar[bool] = True
 
+    @override
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         hits = (outputs.reshape(targets.shape) > 0) == (targets > 0.5)
         return torch.stack([hits.sum(), torch.ones_like(hits).sum()])
 
+    @override
     def value(self, total: Tensor) -> float:
         return ratio(total[0], total[1])

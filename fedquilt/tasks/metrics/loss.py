@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.tasks.metrics.base import (
     SumMetric,
@@ -29,12 +30,15 @@ class Loss(SumMetric):
     higher_is_better: ClassVar[bool] = False
 
     @classmethod
+    @override
     def for_task(cls, task: Task) -> Self:
         return cls(task)
 
+    @override
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         losses = self.task.losses(outputs, targets)
         return torch.stack([losses.sum(dtype=torch.float64), self.task.total(targets).double()])
 
+    @override
     def value(self, total: Tensor) -> float:
         return ratio(total[0], total[1])

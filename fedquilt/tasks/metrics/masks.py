@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.tasks.metrics.base import (
     ratio,
@@ -32,14 +33,17 @@ class MaskMetric(ClassMetric):
     sums_of: ClassVar[str]  # Name of the metric with the same sums.
 
     @property
+    @override
     def name(self) -> str:
         return self.stem if self.label is None else f"{self.stem}_{self.label}"
 
     @classmethod
+    @override
     def for_task(cls, task: Task, label: int | None = None) -> Self:
         shared = "" if label is None and cls.stem == cls.sums_of else cls.sums_of
         return cls(task.ignored, label, task.counts_background, shared)
 
+    @override
     def unfit(self, output_shape: tuple[int, ...]) -> str:
         classes = output_shape[1]
         if len(output_shape) < 3:
@@ -93,6 +97,7 @@ class Dice(MaskMetric):
     sums_of: ClassVar[str] = "dice"
     row: ClassVar[int] = 0  # Row of the sums that the metric reads.
 
+    @override
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         overlap, sizes = self._sizes(outputs, targets)
         present = sizes > 0
@@ -105,6 +110,7 @@ class Dice(MaskMetric):
         volumes = torch.cat([present.sum(0), (number > 0).sum(0, keepdim=True)])
         return torch.stack([*rows, volumes.double()])
 
+    @override
     def value(self, total: Tensor) -> float:
         column = -1 if self.label is None else self.label
         return ratio(total[self.row, column], total[2, column])
@@ -135,10 +141,12 @@ class PooledDice(MaskMetric):
     stem: ClassVar[str] = "pooled_dice"
     sums_of: ClassVar[str] = "pooled_dice"
 
+    @override
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         overlap, sizes = self._sizes(outputs, targets)
         return torch.stack([overlap.sum(0), sizes.sum(0)])
 
+    @override
     def value(self, total: Tensor) -> float:
         overlap, sizes = total
         present = sizes > 0

@@ -8,10 +8,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.tasks.metrics.base import (
-    TargetKind,
     SumMetric,
+    TargetKind,
     as_columns,
     ratio,
 )
@@ -32,10 +33,12 @@ class _OfNumbers(SumMetric):
 class RMSE(_OfNumbers):
     """Root of the mean squared error, over all columns together."""
 
+    @override
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         squares = self._errors(outputs, targets).square()
         return torch.stack([squares.sum(), torch.ones_like(squares).sum()])
 
+    @override
     def value(self, total: Tensor) -> float:
         return math.sqrt(ratio(total[0], total[1]))
 
@@ -44,10 +47,12 @@ class RMSE(_OfNumbers):
 class MAE(_OfNumbers):
     """Mean absolute error, over all columns together."""
 
+    @override
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         errors = self._errors(outputs, targets).abs()
         return torch.stack([errors.sum(), torch.ones_like(errors).sum()])
 
+    @override
     def value(self, total: Tensor) -> float:
         return ratio(total[0], total[1])
 
@@ -62,6 +67,7 @@ class R2(_OfNumbers):
 
     higher_is_better: ClassVar[bool] = True
 
+    @override
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         errors = as_columns(self._errors(outputs, targets))
         true = as_columns(targets.double())
@@ -73,6 +79,7 @@ class R2(_OfNumbers):
         ]
         return torch.stack(sums)
 
+    @override
     def value(self, total: Tensor) -> float:
         errors, true, squares, count = total.double()
         spread = squares - true.square() / count

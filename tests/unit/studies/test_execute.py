@@ -16,8 +16,9 @@ from fedquilt.errors import ConfigError, DivergenceError, FedquiltError, RecordE
 from fedquilt.runs.experiment import Experiment, assign, demo
 from fedquilt.runs.folder import locked
 from fedquilt.studies import workers
+from fedquilt.studies.entries import Entry, PlannedRun
 from fedquilt.studies.execute import Grounds, execute, finished, torch_settings_restored
-from fedquilt.studies.plan import Entry, Plan, PlannedRun
+from fedquilt.studies.plan import Plan
 
 FAST = {"local": {"epochs": 1, "optimizer": {"lr": 1e30}}}
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedquilt.errors import ConfigError
-from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, at_point, find_entry, folder_name
+from fedquilt.studies.entries import Entry, at_point, find_entry, folder_name
+from fedquilt.studies.plan import STUDY_FILE, Plan
 
 LR = "method.local.optimizer.lr"
 HERE = Path("folder")

@@ -11,7 +11,8 @@ import pytest
 
 from fedquilt.errors import ConfigError
 from fedquilt.studies.frames import frame, rounds, rows
-from fedquilt.studies.report import comparison, to_json
+from fedquilt.studies.plain_values import to_json
+from fedquilt.studies.report import comparison
 from fedquilt.studies.statistics import PERCENTAGES
 
 
