@@ -64,9 +64,10 @@ class CompareRequest(Options):
     yes: Flag = False  # accept more than 1,000 runs
 
     def __call__(self) -> None:
+        """Run or resume the study, and print its tables."""
         self.check_target()
         with output(self.json or self.format != "text") as (console, stdout):
-            from fedquilt.cli.study import prepared, run_study, show_study
+            from fedquilt.cli.study import StudyRequest, prepared, run_study, show_study
             from fedquilt.runs.trust import check_study_code
 
             folder = self.resume or self.out
@@ -80,7 +81,8 @@ class CompareRequest(Options):
             command = shlex.join(
                 ["fedquilt", "compare", *self._entries_resumed, "--resume", str(folder)]
             )
-            study = run_study(plan, folder, self.jobs or 1, console, command, self.yes, grounds)
+            request = StudyRequest(plan, folder, command, self.jobs or 1, self.yes)
+            study = run_study(request, console, grounds)
             show_study(
                 study,
                 "json" if self.json else self.format,

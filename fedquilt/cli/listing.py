@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from fedquilt.tasks import Metric, Task
 
 Entry = dict[str, Any]
-
 LISTS = (
     "methods",
     "models",

@@ -75,7 +75,6 @@ What = Annotated[
     str, tyro.conf.Positional, tyro.conf.arg(metavar="[methods|models|data|…]", **_quiet)
 ]
 Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]", **_quiet)]
-
 # Flags are shortcuts for settings: `--lr 0.3` is `--set method.local.optimizer.lr=0.3`.
 FLAGS = {
     "method": "method.name",

@@ -74,6 +74,7 @@ class SearchRequest:
     json: Flag = False  # print the members as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
+        """Search the members, and print them."""
         from fedquilt.cli.show import print_json
 
         with output(self.json) as (console, stdout):

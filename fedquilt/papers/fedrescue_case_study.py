@@ -1,5 +1,6 @@
-"""FedResCuE's case study (section 3.2, appendix A.1): does a wider net build on a narrower one, or
-overwrite it?
+"""FedResCuE's case study (section 3.2, appendix A.1).
+
+It asks whether a wider net should build on a narrower one, or overwrite it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from fedquilt.terms import Client, Job, Server, Submodel
 
 @dataclass(frozen=True)
 class ProgressiveColumns(Method):
-    """Clients train one after another, one in each round, each with the share that it can hold.
+    r"""Clients train one after another, one in each round, each with the share that it can hold.
 
     In the case study the first client holds half of the width and has MNIST, and the second one
-    holds the whole net and has SYN. Progressive learning moves only θ×1.0 \\ θ×0.5 in the second
+    holds the whole net and has SYN. Progressive learning moves only θ×1.0 \ θ×0.5 in the second
     round. Overwriting moves the whole net.
     """
 

@@ -8,8 +8,9 @@ import json
 import pytest
 from rich.console import Console
 
-from fedquilt.cli import main
-from fedquilt.cli.show import check_progress, show_findings
+from fedquilt.cli.main import main
+from fedquilt.cli.progress import check_progress
+from fedquilt.cli.results import show_findings
 from fedquilt.conformance.method import CHECKS, Finding
 
 BROKEN_FILE = """

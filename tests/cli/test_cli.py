@@ -24,7 +24,7 @@ import tyro
 from safetensors.torch import save_file
 
 import fedquilt as fq
-from fedquilt.cli import COMMANDS, main
+from fedquilt.cli.main import COMMANDS, main
 from fedquilt.cli.options import FLAGS, _given_once, refuse_repeated
 from fedquilt.engines import ENGINES
 from fedquilt.family.norms import NORM_POLICIES
@@ -642,7 +642,7 @@ def started(*args: str, cwd: Path) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     "by", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
-def test_an_interrupted_run_says_how_to_go_on(
+def test_an_interrupted_run_names_the_command_that_resumes_it(
     own: Path, by: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It ends with status 130 and a checkpoint, and resumed it comes to what it would have come to."""
@@ -660,7 +660,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert "Traceback" not in err
     done = rounds.read_text().count("\n")
     assert (
-        f"The run was stopped after round {done} of 3000. Go on with: fedquilt run --resume 'a run'"
+        f"The run was stopped after round {done} of 3000. Continue with: fedquilt run --resume 'a run'"
         in err
     )
     assert load_state("a run").round == done
@@ -1173,7 +1173,7 @@ def test_a_deadline_is_set_shown_and_listed(own: Path, capsys: pytest.CaptureFix
 
 
 def test_a_link_by_name_replaces_that_of_a_file(own: Path) -> None:
-    from fedquilt.cli import RunRequest
+    from fedquilt.cli.run import RunRequest
 
     Path("base.toml").write_text("\n".join(BASE))
 
@@ -1344,7 +1344,7 @@ def test_importing_the_library_needs_nothing_of_the_command_line() -> None:
 
 def test_help_does_not_wait_for_torch() -> None:
     code = (
-        "import sys\nfrom fedquilt.cli import main\ntry:\n    main(['run', '--help'])\nexcept "
+        "import sys\nfrom fedquilt.cli.main import main\ntry:\n    main(['run', '--help'])\nexcept "
         "SystemExit:\n    pass\n"
     )
     code += "print('torch' in sys.modules)"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.cli.show import show_text_table
 from fedquilt.studies.table import Table
 from tests.cli.test_cli import THREE, TINY, on_a_terminal, own, told, values  # noqa: F401
@@ -52,7 +52,7 @@ def test_a_comparison_that_was_stopped_runs_all_that_was_asked_for(
         assert main(["compare", "fedavg", "heterofl", *QUICK, "--out", "c"]) == 130
     said = capsys.readouterr().err
     assert (
-        "The study was stopped with 0 of 2 runs finished. Go on with: fedquilt compare --resume c"
+        "The study was stopped with 0 of 2 runs finished. Continue with: fedquilt compare --resume c"
         in said
     )
     assert not Path("c/heterofl").exists()
@@ -66,7 +66,7 @@ def test_a_comparison_that_was_stopped_runs_all_that_was_asked_for(
     with monkeypatch.context() as patched:
         patched.setattr("fedquilt.runs.run.Run.train", interrupted)
         assert main(["compare", "heterofl", "--resume", "c", "--rounds", "2"]) == 130
-    assert "Go on with: fedquilt compare heterofl --resume c" in capsys.readouterr().err
+    assert "Continue with: fedquilt compare heterofl --resume c" in capsys.readouterr().err
 
 
 def test_what_is_there_is_not_run_again(own: Path, capsys: Capture) -> None:  # noqa: F811

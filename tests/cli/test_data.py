@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.cli.data import DataRequest, _progress
 from fedquilt.data.prepare import DATA_SETS
 from fedquilt.studies.papers import data_folder, missing_data

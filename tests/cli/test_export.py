@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.runs.experiment import load_run
 from fedquilt.runs.folder import read

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt import names
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from tests.cli.test_cli import ENVIRONMENT
 
 CODE = """

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.errors import ConfigError
 from fedquilt.methods import FedAvg, HeteroFL, ProgFed
 from fedquilt.runs.experiment import Experiment, assign, demo

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.supernet import Supernet, TinySpace, save_supernet
 
 SHORT = ["--clients", "6", "--cohort", "3", "--epochs", "1"]

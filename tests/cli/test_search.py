@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.supernet import Config, Supernet, TinySpace, save_supernet
 
 RANDOM = ["--strategy", "random"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.supernet import Supernet, TinySpace, load_supernet, save_supernet
 from fedquilt.supernet.training import CHECKPOINT
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.runs.experiment import Experiment, Model, demo, load_run
 from fedquilt.tasks import METRICS, TASKS, MultiLabel, Regression
 

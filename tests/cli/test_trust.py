@@ -9,7 +9,7 @@ import pytest
 
 import fedquilt as fq
 from fedquilt import names
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.runs.trust import trusted_file
 
 CODE = """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.errors import ConfigError
 from fedquilt.runs.experiment import Experiment, assign, choose, defaults
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.deploy.comparison import BATCHES, TOLERANCE
 from fedquilt.deploy.export import Exported
 from fedquilt.deploy.formats import FORMATS

@@ -15,7 +15,7 @@ import torch
 
 import fedquilt as fq
 import fedquilt.runs.experiment  # it knows the tables of names
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.config.settings import Problem, read
 from fedquilt.methods import FedDropout, FedRolex, HeteroFL, Method, SplitMix
 from fedquilt.round.link import LINKS, ChangeSpec

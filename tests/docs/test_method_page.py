@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.conformance.method import CHECKS, check_method
 from fedquilt.family.cut import prefix
 from fedquilt.methods import HeteroFL, Method

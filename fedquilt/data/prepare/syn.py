@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.data.prepare.download import Watch
@@ -105,16 +104,16 @@ def syn(
 class Draws:
     """Random integers for one image: hashes of its key, which are the same on every machine."""
 
-    key: int
-    count: int = 0
+    key: int  # Key of the image.
+    count: int = 0  # Numbers that were drawn so far.
 
     def between(self, low: int, high: int) -> int:
         """Return a number from `low` to `high`, both included."""
         self.count += 1
         return low + noise.key(self.key, self.count) % (high - low + 1)
 
-    @override
     def colour(self) -> tuple[int, int, int]:
+        """Return a random colour as red, green and blue, each from 0 to 255."""
         return self.between(0, 255), self.between(0, 255), self.between(0, 255)
 
 

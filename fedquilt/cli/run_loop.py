@@ -14,7 +14,7 @@ from fedquilt.errors import ConfigError, RecordError
 from fedquilt.runs.summaries import in_percent, main_of, prefers_higher
 
 if TYPE_CHECKING:
-    from fedquilt.cli.show import Begin
+    from fedquilt.cli.progress import Begin
     from fedquilt.runs.experiment import Experiment
     from fedquilt.runs.folder import Folder
     from fedquilt.runs.milestones import Milestone
@@ -100,7 +100,7 @@ class RunLoop:
         if self.folder is None:
             return f"{far} Nothing of it is kept; with --out DIR it could be resumed."
         return (
-            f"{far} Go on with: "
+            f"{far} Continue with: "
             f"{shlex.join(['fedquilt', 'run', '--resume', str(self.folder.path)])}"
         )
 
