@@ -24,9 +24,17 @@ MAX_CLASSES = 2**20  # Limit on classes. Larger targets are taken for something 
 _ONE = "one array or tensor of all samples is wanted"
 
 
-def read_samples(given: Samples, name: str, what: str) -> tuple[Array, Array]:
-    """Return (inputs, targets). A torch Dataset is read into arrays."""
-    return arrays_of(given, f"{name}: the {what} set") if isinstance(given, Dataset) else given
+def read_samples(samples: Samples, name: str, set_name: str) -> tuple[Array, Array]:
+    """Return (inputs, targets). A torch Dataset is read into arrays.
+
+    Args:
+        samples: (inputs, targets), or a torch Dataset of such pairs.
+        name: Name of the data for messages.
+        set_name: "training" or "test", for messages.
+    """
+    if isinstance(samples, Dataset):
+        return arrays_of(samples, f"{name}: the {set_name} set")
+    return samples
 
 
 def number_named_targets(
@@ -71,17 +79,27 @@ def _are_names(targets: Any) -> bool:
     if isinstance(targets, Tensor):
         return False
     array = np.asarray(targets)
-    return array.dtype.kind == "U" or _called(array)
+    return array.dtype.kind == "U" or _holds_names(array)
 
 
-def tensor_pair(given: tuple[Array, Array], name: str, what: str) -> tuple[Tensor, Tensor]:
-    if not isinstance(given, (tuple, list)) or len(given) != 2:
+def tensor_pair(pair: tuple[Array, Array], name: str, set_name: str) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets as tensors of a type that is supported.
+
+    Args:
+        pair: (inputs, targets) of one set.
+        name: Name of the data for messages.
+        set_name: "training" or "test", for messages.
+
+    Raises:
+        DataError: These are not two arrays, or have values that are not supported.
+    """
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise DataError(
-            f"{name}: the {what} set is a {type(given).__name__}; (inputs, targets) belong there, "
-            f"and of each {_ONE}."
+            f"{name}: the {set_name} set is a {type(pair).__name__}; (inputs, targets) belong "
+            f"there, and of each {_ONE}."
         )
-    inputs = input_tensor(given[0], name)
-    targets = target_tensor(given[1], f"{name}: the {what} targets")
+    inputs = input_tensor(pair[0], name)
+    targets = target_tensor(pair[1], f"{name}: the {set_name} targets")
     return inputs, _without_column(targets, inputs)
 
 
@@ -95,42 +113,61 @@ def _without_column(targets: Tensor, inputs: Tensor) -> Tensor:
     return targets.squeeze(1) if is_column and inputs.shape[1:] != (1,) else targets
 
 
-def input_tensor(given: Array, name: str) -> Tensor:
-    if isinstance(given, np.ndarray) and given.dtype.kind not in "buif":
+def input_tensor(array: Array, name: str) -> Tensor:
+    """Return inputs as bytes, real numbers or int64.
+
+    Args:
+        array: (sample, …) Inputs of all samples.
+        name: Name of the data for messages.
+
+    Raises:
+        DataError: These are several arrays, or have values that are not numbers.
+    """
+    if isinstance(array, np.ndarray) and array.dtype.kind not in "buif":
         raise DataError(
-            f"{name}: inputs are {given.dtype}; bytes, real numbers or whole numbers fit."
+            f"{name}: inputs are {array.dtype}; bytes, real numbers or whole numbers fit."
         )
-    if isinstance(given, np.ndarray) and given.dtype.kind == "u" and given.dtype != np.uint8:
-        given = given.astype(np.int64)  # torch supports few operations on other unsigned types.
+    if isinstance(array, np.ndarray) and array.dtype.kind == "u" and array.dtype != np.uint8:
+        array = array.astype(np.int64)  # torch supports few operations on other unsigned types.
     # Several inputs per sample are refused here, because torch might stack them.
-    if isinstance(given, tuple) and any(isinstance(array, (Tensor, np.ndarray)) for array in given):
-        raise DataError(f"{name}: {len(given)} inputs a sample were given; {_ONE}.")
+    if isinstance(array, tuple) and any(isinstance(part, (Tensor, np.ndarray)) for part in array):
+        raise DataError(f"{name}: {len(array)} inputs a sample were given; {_ONE}.")
     try:
-        inputs = torch.as_tensor(given).detach()  # Samples need no gradients.
+        inputs = torch.as_tensor(array).detach()  # Samples need no gradients.
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"{name}: inputs are a {type(given).__name__}; {_ONE} ({error})."
+            f"{name}: inputs are a {type(array).__name__}; {_ONE} ({error})."
         ) from error
     is_integer = not inputs.is_floating_point() and inputs.dtype != torch.uint8
     return inputs.long() if is_integer else inputs
 
 
-def target_tensor(given: Array, what: str) -> Tensor:
-    """Return classes as int64, rows of labels as bool, and real numbers as float32 or float64."""
-    given = given.numpy(force=True) if isinstance(given, Tensor) else np.asarray(given)
-    if given.dtype.kind == "f":
-        floats = given if given.dtype == np.float64 else given.astype(np.float32)
+def target_tensor(array: Array, description: str) -> Tensor:
+    """Return classes as int64, rows of labels as bool, and real numbers as float32 or float64.
+
+    Args:
+        array: (sample, …) Targets of all samples.
+        description: Description of the targets for messages.
+
+    Raises:
+        DataError: Targets are neither numbers nor booleans, or are not finite.
+    """
+    array = array.numpy(force=True) if isinstance(array, Tensor) else np.asarray(array)
+    if array.dtype.kind == "f":
+        floats = array if array.dtype == np.float64 else array.astype(np.float32)
         real = torch.as_tensor(floats)
         if num_bad := int((~real.isfinite()).sum()):
             raise DataError(
-                f"{what}: {num_bad} of {real.numel()} are not finite; leave out these samples, or "
-                "fill them in."
+                f"{description}: {num_bad} of {real.numel()} are not finite; leave out these "
+                "samples, or fill them in."
             )
         return real
-    if given.dtype.kind == "b" and given.ndim == 2:
-        return torch.as_tensor(given)
+    if array.dtype.kind == "b" and array.ndim == 2:
+        return torch.as_tensor(array)
     return _numbers(
-        given, what, "classes are whole numbers (int64), and targets of a regression real numbers"
+        array,
+        description,
+        "classes are whole numbers (int64), and targets of a regression real numbers",
     )
 
 
@@ -149,8 +186,7 @@ def count_classes(name: str, targets: Tensor, test_targets: Tensor, announced: i
         if announced:
             raise DataError(
                 f"{name}: {announced} classes were announced; targets are {targets.dtype}. Give "
-                "classes as whole "
-                "numbers from 0 on."
+                "classes as whole numbers from 0 on."
             )
         return 0
     top = int(max(targets.max(), test_targets.max()))
@@ -163,38 +199,50 @@ def count_classes(name: str, targets: Tensor, test_targets: Tensor, announced: i
         raise DataError(f"{name}: there is a target {top}; {announced} classes were announced.")
     if max(announced, top + 1) > MAX_CLASSES:
         raise DataError(
-            f"{name}: a target is {top}, which would make {max(announced, top + 1):,} classes; at "
-            "most "
-            f"{MAX_CLASSES:,} fit. Number the classes from 0 on without gaps, or give their names."
+            f"{name}: a target is {top}, which would make {max(announced, top + 1):,} classes; "
+            f"at most {MAX_CLASSES:,} fit. Number the classes from 0 on without gaps, or give "
+            "their names."
         )
     return announced or top + 1
 
 
-def _numbers(given: Array, what: str, fit: str) -> Tensor:
-    given = given.numpy(force=True) if isinstance(given, Tensor) else np.asarray(given)
-    if given.dtype.kind not in "bui":
-        raise DataError(f"{what} are {given.dtype}; {fit}.")
-    return torch.as_tensor(given.astype(np.int64))
+def _numbers(array: Array, description: str, fit: str) -> Tensor:
+    """Return whole numbers as int64. `fit` says in the message what would work."""
+    array = array.numpy(force=True) if isinstance(array, Tensor) else np.asarray(array)
+    if array.dtype.kind not in "bui":
+        raise DataError(f"{description} are {array.dtype}; {fit}.")
+    return torch.as_tensor(array.astype(np.int64))
 
 
 def number_groups(
-    train: Array | Sequence[str] | None, test: Array | Sequence[str] | None, what: str
+    train: Array | Sequence[str] | None, test: Array | Sequence[str] | None, description: str
 ) -> tuple[Tensor | None, Tensor | None, tuple[str, ...]]:
-    """Return clients or domains of both sets as numbers, and their names if names were given."""
+    """Return clients or domains of both sets as numbers, and their names if names were given.
+
+    Args:
+        train: (sample,) Clients or domains of the training set. None: unknown.
+        test: (sample,) The same for the test set.
+        description: Description for messages, such as "mine: clients".
+
+    Returns:
+        Numbers of both sets, None where they are unknown, and the names by number.
+    """
     present = [labels for labels in (train, test) if labels is not None]
     plain = [
         labels.numpy(force=True) if isinstance(labels, Tensor) else np.asarray(labels)
         for labels in present
     ]
-    plain = [labels.astype(str) if _called(labels) else labels for labels in plain]
+    plain = [labels.astype(str) if _holds_names(labels) else labels for labels in plain]
     names: tuple[str, ...] = ()
     if plain and all(labels.dtype.kind == "U" for labels in plain):
         plain, names = coded(plain)
-    codes = [_numbers(labels, what, "whole numbers from 0 on fit, or names") for labels in plain]
+    codes = [
+        _numbers(labels, description, "whole numbers from 0 on fit, or names") for labels in plain
+    ]
     return None if train is None else codes[0], None if test is None else codes[-1], names
 
 
-def _called(codes: np.ndarray) -> bool:
+def _holds_names(codes: np.ndarray) -> bool:
     """Return True if these are names. Columns of tables hold names as objects."""
     if not codes.size:
         return False
@@ -216,25 +264,36 @@ def coded(named: Sequence[np.ndarray]) -> tuple[list[np.ndarray], tuple[str, ...
         np.concatenate([array.reshape(-1) for array in named]), return_inverse=True
     )
     pieces = np.split(codes, np.cumsum([array.size for array in named])[:-1])
-    return [piece.reshape(array.shape) for piece, array in zip(pieces, named, strict=True)], tuple(
-        map(str, names)
-    )
+    shaped = [piece.reshape(array.shape) for piece, array in zip(pieces, named, strict=True)]
+    return shaped, tuple(map(str, names))
 
 
 def check_samples(
-    name: str, what: str, inputs: Tensor, targets: Tensor, along: dict[str, Tensor | None]
+    name: str, set_name: str, inputs: Tensor, targets: Tensor, groups: dict[str, Tensor | None]
 ) -> None:
+    """Refuse inputs, targets and groups of one set that do not fit each other.
+
+    Args:
+        name: Name of the data for messages.
+        set_name: "training" or "test", for messages.
+        inputs: (sample, …)
+        targets: (sample, …)
+        groups: (sample,) Client and domain of each sample, by noun. None: unknown.
+
+    Raises:
+        DataError: They do not fit.
+    """
     if not (inputs.dim() and targets.dim()):
         raise DataError(
-            f"{name}: the {what} set has a single number for inputs or targets; {_ONE}."
+            f"{name}: the {set_name} set has a single number for inputs or targets; {_ONE}."
         )
     if len(inputs) != len(targets):
         raise DataError(
-            f"{name}: the {what} set has {len(inputs)} inputs and {len(targets)} targets; they "
+            f"{name}: the {set_name} set has {len(inputs)} inputs and {len(targets)} targets; they "
             "must pair up."
         )
     if not len(inputs):
-        raise DataError(f"{name}: the {what} set is empty; it needs at least one sample.")
+        raise DataError(f"{name}: the {set_name} set is empty; it needs at least one sample.")
     are_classes = targets.dtype == torch.int64
     if (
         are_classes
@@ -242,13 +301,14 @@ def check_samples(
         and bool((targets[targets < 0] != IGNORED).any())
     ):
         raise DataError(
-            f"{name}: a {what} target is {int(low)}; classes count from 0, and {IGNORED} is for "
-            "padding."
+            f"{name}: a {set_name} target is {int(low)}; classes count from 0, and {IGNORED} is "
+            "for padding."
         )
-    for noun, codes in along.items():
+    for noun, codes in groups.items():
         if codes is not None and (codes.dim() != 1 or len(codes) != len(inputs)):
             raise DataError(
-                f"{name}: the {what} set has {len(inputs)} samples and {tuple(codes.shape)} {noun}."
+                f"{name}: the {set_name} set has {len(inputs)} samples and {tuple(codes.shape)} "
+                f"{noun}."
             )
         if codes is not None and int(codes.min()) < 0:
             raise DataError(f"{name}: one of the {noun} is {int(codes.min())}; they count from 0.")
@@ -262,8 +322,7 @@ def warn_of_nan(test_inputs: Tensor, name: str) -> None:
     if not bool(is_finite.all()):
         _log.warning(
             "%d of the %d test samples of %s hold values that are not finite (NaN or infinite). "
-            "Predictions for them "
-            "count as wrong. Leave out these samples, or fill in the values.",
+            "Predictions for them count as wrong. Leave out these samples, or fill in the values.",
             int((~is_finite).sum()),
             len(test_inputs),
             name,
