@@ -66,8 +66,8 @@ class CheckRequest:
         if foreign:
             raise ConfigError(
                 f"check {self.method} --set {foreign[0]} was asked for; methods are checked on a "
-                "federation of their "
-                "own, and only settings of the method fit, such as --set method.local.norm=tracked."
+                "federation of their own, and only settings of the method fit, such as --set "
+                "method.local.norm=tracked."
             )
         settings, sources = DataOptions(assign=self.assign).layers(defaults(self.method))
         return Experiment.of(settings, sources).method

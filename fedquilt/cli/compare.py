@@ -175,8 +175,7 @@ class CompareRequest(Options):
         if not self.seeds and len(seeds) > 1:
             raise ConfigError(
                 f"compare {' '.join(self.methods)} was asked for; these have the seeds "
-                f"{sorted(seeds)}. Name the seeds "
-                "of all with --seeds."
+                f"{sorted(seeds)}. Name the seeds of all with --seeds."
             )
         tuning: Settings = {} if self.tuning_rounds is None else {"rounds": self.tuning_rounds}
         options: dict[str, Any] = {"validation": self.validation, "tuning_seeds": self.tuning_seeds}

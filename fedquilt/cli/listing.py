@@ -107,9 +107,8 @@ def _own_method(name: str) -> type[Method]:
     kind = find(METHODS, name, "method")
     if not (isinstance(kind, type) and issubclass(kind, Method)):
         raise ConfigError(
-            f"list methods {name} was asked for; that is no class of a method, and has no settings "
-            "to list. "
-            "A class derived from fedquilt.methods.Method would work."
+            f"list methods {name} was asked for; that is no class of a method, and has no "
+            "settings to list. A class derived from fedquilt.methods.Method would work."
         )
     return kind
 

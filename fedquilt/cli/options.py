@@ -297,8 +297,8 @@ class Options(DataOptions):
         if self.model:
             raise ConfigError(
                 f"--supernet {self.supernet} was asked for together with --model "
-                f"{' '.join(self.model)}; nets that "
-                "start from a supernet are searched in its space. One of them fits."
+                f"{' '.join(self.model)}; nets that start from a supernet are searched in its "
+                "space. One of them fits."
             )
         layers: list[tuple[list[str], Any]] = [(["model", "name"], SEARCHED)]
         name = (
@@ -387,6 +387,6 @@ class Options(DataOptions):
             fitting = ", ".join(f"--{name.replace('_', '-')}" for name in ("target", *others))
             raise ConfigError(
                 f"--resume {self.resume} was asked for together with {', '.join(beside)}; a run "
-                "goes on with its own "
-                f"settings, and only --rounds (to train longer), {fitting} and --json go with it."
+                f"goes on with its own settings, and only --rounds (to train longer), {fitting} "
+                "and --json go with it."
             )

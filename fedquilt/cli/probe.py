@@ -82,8 +82,7 @@ class ProbeRequest:
         say(
             console,
             f"{table.space} on {table.machine} ({table.device}, {table.threads} threads): "
-            f"{len(times)} blocks, "
-            f"{min(times):.3g} to {max(times):.3g} ms for one sample",
+            f"{len(times)} blocks, {min(times):.3g} to {max(times):.3g} ms for one sample",
         )
         if self.out is not None:
             say(

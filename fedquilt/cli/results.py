@@ -103,8 +103,8 @@ def _totals(summary: Mapping[str, Any]) -> str:
     )
     duration = f"{rounds} round{'s'[: rounds != 1]} in {seconds:.1f} s"
     return (
-        f"{duration}; {size(down)} to the clients, {size(up)} back"
-        f"{link_text}{late_text}{server_text}"
+        f"{duration}; {size(down)} to the clients, {size(up)} "
+        f"back{link_text}{late_text}{server_text}"
     )
 
 
@@ -125,16 +125,13 @@ def show_probe(console: Console, found: Probe) -> None:
     say(
         console,
         f"{found.device}: {found.cores} cores, {size(found.memory)} free; in {found.precision} it "
-        "trains "
-        f"{found.samples_per_second:,.0f} samples a second of what was measured, "
-        f"{found.macs_per_second:.3g} "
-        "multiply-adds a second",
+        f"trains {found.samples_per_second:,.0f} samples a second of what was measured, "
+        f"{found.macs_per_second:.3g} multiply-adds a second",
     )
     say(
         console,
         f"proposed: {found.budget}, with which {target.samples} samples take at most "
-        f"{target.epoch_seconds:g} s an "
-        f"epoch and {target.memory:.0%} of the memory",
+        f"{target.epoch_seconds:g} s an epoch and {target.memory:.0%} of the memory",
     )
 
 
@@ -159,9 +156,8 @@ def show_export(console: Console, found: Sequence[Exported]) -> None:
     say(
         console,
         f"{first.file}: {first.format}, {size(first.bytes)}; {averaged}norms: "
-        f"{first.norms}{_robustness(first)}; read "
-        f"back, its answers to {first.compared} differ from torch's by at most "
-        f"{max_difference:.2g}",
+        f"{first.norms}{_robustness(first)}; read back, its answers to {first.compared} differ "
+        f"from torch's by at most {max_difference:.2g}",
     )
 
 

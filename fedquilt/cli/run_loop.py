@@ -199,9 +199,8 @@ def values_of(experiment: Experiment, run: Run, seed: int | None) -> str:
     seed_text = "" if seed is None else f", seed {seed}"
     return (
         f"{optimizer}lr {local.optimizer.lr:g}{schedule}, {local.epochs} "
-        f"epoch{'s'[: local.epochs != 1]}, "
-        f"batch {local.batch_size}, {fleet.cohort} of {fleet.num_clients} clients, {budgets}, "
-        f"{rounds} round{'s'[: rounds != 1]}{seed_text}"
+        f"epoch{'s'[: local.epochs != 1]}, batch {local.batch_size}, {fleet.cohort} of "
+        f"{fleet.num_clients} clients, {budgets}, {rounds} round{'s'[: rounds != 1]}{seed_text}"
     )
 
 

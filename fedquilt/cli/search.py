@@ -210,9 +210,8 @@ def validation_on(
     if data.num_classes != supernet.space.num_classes:
         raise ConfigError(
             f"members of {file} were to be measured on {name} with labels {labels}, which are "
-            f"{data.num_classes} "
-            f"classes; it was trained for {supernet.space.num_classes}. The labels that it was "
-            "trained with would work."
+            f"{data.num_classes} classes; it was trained for {supernet.space.num_classes}. The "
+            "labels that it was trained with would work."
         )
     space = supernet.space
     shape, expected = (

@@ -346,8 +346,8 @@ def _show_summary(console: Console, summary: dict[str, Any]) -> None:
 
     say(
         console,
-        f"space {summary['space']}: images {_sides(summary['images'])}, "
-        f"{summary['classes']} classes, {summary['nets']:,} nets",
+        f"space {summary['space']}: images {_sides(summary['images'])}, {summary['classes']} "
+        f"classes, {summary['nets']:,} nets",
     )
     say(
         console,

@@ -54,9 +54,8 @@ class FederatedData(Pool):
         if test is None:  # Holding out a fifth would change which samples are at the positions.
             raise DataError(
                 f"{name}: parts were given and no test set. Give (inputs, targets) to test on; or "
-                "say whose each "
-                "sample is, Pool.of(train, clients=owners).partition(), and a fifth of every "
-                "client's is held out."
+                "say whose each sample is, Pool.of(train, clients=owners).partition(), and a "
+                "fifth of every client's is held out."
             )
         return Pool.of(train, test, name=name).dealt(parts, test_parts)
 
@@ -137,8 +136,7 @@ class FederatedData(Pool):
         if int(sizes.max()) < 2:
             raise DataError(
                 f"{request}; every client of {self.name} has a single sample, which it needs for "
-                "training. Fewer clients "
-                "have more samples each."
+                "training. Fewer clients have more samples each."
             )
         self._check_unshared(request)
         rounded = (sizes.double() * share).round().long()
@@ -155,9 +153,8 @@ class FederatedData(Pool):
             owners = self.parts.owners[self.parts.order == shared[0]].tolist()
             raise DataError(
                 f"{asked}; sample {int(shared[0])} of {self.name} is listed twice, for clients "
-                f"{owners[0]} and "
-                f"{owners[1]}. It could be trained on and held back. Give every sample to one "
-                "client, and once."
+                f"{owners[0]} and {owners[1]}. It could be trained on and held back. Give every "
+                "sample to one client, and once."
             )
 
     def on_validation(self) -> Self:
@@ -177,10 +174,9 @@ class FederatedData(Pool):
         if self.validation_parts is None:
             raise ConfigError(
                 'validation samples were asked for (evaluation.on = "validation"); clients of '
-                f"{self.name} hold back "
-                "none. data.validation = 0.1 in a file, data.with_validation(0.1) in Python, holds "
-                "back a tenth of "
-                "every client's training samples."
+                f"{self.name} hold back none. data.validation = 0.1 in a file, "
+                "data.with_validation(0.1) in Python, holds back a tenth of every client's "
+                "training samples."
             )
         # Validation samples keep the order of the training set (by domain, or mixed), because a
         # test set usually has the same order.
@@ -216,8 +212,8 @@ class FederatedData(Pool):
         if not self.has_classes:
             raise DataError(
                 f"{self.name} was asked which classes client {client} holds; it has "
-                f"{self._target_description()}. Masked "
-                "losses and class rows need one class for each target, as whole numbers."
+                f"{self._target_description()}. Masked losses and class rows need one class for "
+                "each target, as whole numbers."
             )
         targets = self.targets[self.parts[client].to(self.targets.device)]
         mask = torch.zeros(num_classes, dtype=torch.bool, device=targets.device)

@@ -59,8 +59,7 @@ class Partition(ABC):
         if num_clients is not None and not whole(num_clients, 1):
             raise DataError(
                 f"{num_clients!r} clients were asked for; {pool.name} can be dealt to a whole "
-                "number of them, one "
-                "or more."
+                "number of them, one or more."
             )
         parts, test_parts = self._deal(pool, num_clients, seed)
         return parts.thinned(self.fraction, noise.key(seed, 16), self.max_size), test_parts
@@ -80,8 +79,7 @@ class Partition(ABC):
         if num_clients > len(pool.targets):
             raise DataError(
                 f"{num_clients} clients were asked for; {pool.name} has {len(pool.targets)} "
-                "samples, which can serve "
-                "that many at most."
+                "samples, which can serve that many at most."
             )
         return num_clients
 
@@ -92,8 +90,7 @@ class Partition(ABC):
             raise DataError(
                 f"{type(self).__name__} deals by class; a target of {pool.name} has shape "
                 f"{tuple(pool.targets.shape[1:])} and is {kind}. It needs one class for each "
-                "sample, as a whole "
-                "number. Iid, Quantity, Natural and Domains do without classes."
+                "sample, as a whole number. Iid, Quantity, Natural and Domains do without classes."
             )
         return pool.targets, pool.test_targets
 
@@ -161,10 +158,9 @@ class Dirichlet(Partition):
             best = max(best, smallest)
         raise DataError(
             f"Dirichlet(alpha={self.alpha}) was asked to deal {pool.name} to {clients} clients "
-            "with at least "
-            f"{self.min_size} samples each; in {attempts} draws the poorest had {best} at best. A "
-            "larger alpha, fewer "
-            "clients or a smaller min_size would fit. With equal = true all have the same number."
+            f"with at least {self.min_size} samples each; in {attempts} draws the poorest had "
+            f"{best} at best. A larger alpha, fewer clients or a smaller min_size would fit. With "
+            "equal = true all have the same number."
         )
 
     def _equal(self, labels: Tensor, clients: int, seed: int) -> Parts:
@@ -218,8 +214,7 @@ class Labels(Partition):
             if len(samples) < len(sharers):
                 raise DataError(
                     f"class {label} has {len(samples)} samples for {len(sharers)} clients that "
-                    "hold it. Fewer clients, "
-                    "or fewer labels a client, would fit."
+                    "hold it. Fewer clients, or fewer labels a client, would fit."
                 )
         return _shared(codes, takers, clients, seed), _shared(test_codes, takers, clients, seed)
 
@@ -271,9 +266,8 @@ class Quantity(Partition):
         if clients * self.min_size > count:
             raise DataError(
                 f"{clients} clients with at least {self.min_size} samples each were asked for; "
-                f"{pool.name} has "
-                f"{count}. {count // self.min_size} clients or min_size = {count // clients} would "
-                "fit."
+                f"{pool.name} has {count}. {count // self.min_size} clients or min_size = "
+                f"{count // clients} would fit."
             )
         word = torch.tensor(noise.key(seed, 42))
         if self.law == "lognormal":
@@ -308,16 +302,15 @@ class Natural(Partition):
         if pool.clients is None:
             raise DataError(
                 f"{pool.name} does not say whose each sample is, which Natural deals by. Array "
-                "files say it in "
-                "`client_train`; Iid, Dirichlet, Labels and Quantity do without."
+                "files say it in `client_train`; Iid, Dirichlet, Labels and Quantity do without."
             )
         users = (torch.bincount(pool.clients) >= self.min_size).nonzero().flatten()
         count = len(users) if num_clients is None else num_clients
         if count > len(users) or not count:
             raise DataError(
                 f"{num_clients or 'all'} clients were asked for; {pool.name} has {len(users)} "
-                "users with at least "
-                f"{self.min_size} samples. Iid() and others deal it to any number."
+                f"users with at least {self.min_size} samples. Iid() and others deal it to any "
+                "number."
             )
         chosen_users = users[noise.order(noise.key(seed, 43), len(users))[:count]].sort().values
         return Parts.owned(_renumbered(pool.clients, chosen_users), count), _own_tests(
@@ -337,8 +330,8 @@ class Domains(Partition):
         if pool.domains is None:
             raise DataError(
                 f"{pool.name} does not say where each sample comes from, which Domains deals by. "
-                "Array files say it in "
-                "`domain_train`; Iid, Dirichlet, Labels and Quantity do without."
+                "Array files say it in `domain_train`; Iid, Dirichlet, Labels and Quantity do "
+                "without."
             )
         homes = torch.bincount(pool.domains).nonzero().flatten()  # Domains with samples.
         clients = len(homes) if num_clients is None else self._number(pool, num_clients)
@@ -353,8 +346,7 @@ class Domains(Partition):
             if len(samples) < len(sharers):
                 raise DataError(
                     f"domain {_called(pool, home)} has {len(samples)} samples for {len(sharers)} "
-                    "clients. Fewer "
-                    "clients would fit."
+                    "clients. Fewer clients would fit."
                 )
         tests = None if pool.test_domains is None else _renumbered(pool.test_domains, homes)
         return _shared(codes, takers, clients, seed), None if tests is None else _shared(

@@ -166,8 +166,7 @@ def _positions(part: Sequence[int] | Array, client: int, count: int | None) -> n
     if not array.ndim:
         raise DataError(
             f"the part of client {client} is {array.item()!r:.40}; {_WANTED} An owner a sample is "
-            "dealt by "
-            "Pool.of(train, test, clients=owners).partition()."
+            "dealt by Pool.of(train, test, clients=owners).partition()."
         )
     if array.dtype.kind == "b":
         if count is not None and array.size != count:

@@ -163,8 +163,7 @@ def _codes(data: FederatedData, by: By) -> tuple[Tensor, int]:
         if not data.has_classes:
             raise DataError(
                 f"{data.name} was asked for by class; its targets are not classes "
-                f"({data.targets.dtype}). Data with "
-                "domains can be drawn by domain."
+                f"({data.targets.dtype}). Data with domains can be drawn by domain."
             )
         return data.targets.cpu(), data.num_classes
     if data.domains is None:

@@ -424,8 +424,7 @@ def _warn_of_repeats(parts: Parts, count: int, name: str) -> None:
     owners = parts.owners[parts.order == repeated[0]].tolist()
     _log.warning(
         "%d of the %d training samples of %s are listed more than once, and are trained on as "
-        "often. Sample %d is "
-        "listed for clients %s.",
+        "often. Sample %d is listed for clients %s.",
         len(repeated),
         count,
         name,

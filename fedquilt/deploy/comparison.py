@@ -70,8 +70,8 @@ def largest_difference(
         if outputs.shape != exported_outputs.shape:
             raise ExportError(
                 f"the model as {kind} answers a batch of {len(batch)} with "
-                f"{tuple(exported_outputs.shape)}, and torch with {tuple(outputs.shape)}. "
-                "Nothing was written."
+                f"{tuple(exported_outputs.shape)}, and torch with {tuple(outputs.shape)}. Nothing "
+                "was written."
             )
         difference = float((outputs - exported_outputs).abs().max())
         if not difference <= TOLERANCE * max(1.0, float(outputs.abs().max())):

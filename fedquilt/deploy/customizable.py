@@ -414,8 +414,7 @@ def customizable(
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"a customizable model of shares={shares!r} was asked for; several numbers in (0, 1] "
-            "fit, such as "
-            "shares=(1, 0.5)."
+            "fit, such as shares=(1, 0.5)."
         ) from error
     if not budgets:
         raise ConfigError(
@@ -436,9 +435,8 @@ def customizable(
     if family.layout.nets and len(variants := {net.arch.variant for net in nets}) > 1:
         raise ConfigError(
             f"one customizable model of shares {', '.join(f'{share:g}' for share in budgets)} was "
-            "asked for; these are "
-            f"nets of several architectures: {', '.join(sorted(variants))}. Deploy each by itself: "
-            "run.deploy(budget)."
+            f"asked for; these are nets of several architectures: {', '.join(sorted(variants))}. "
+            "Deploy each by itself: run.deploy(budget)."
         )
     family, nets_alone, renamed = alone(family, nets, (*weights, *statistics))
     plan = plan.with_nets(nets_alone)

@@ -158,10 +158,9 @@ class WeightSource:
                 return states
             raise ConfigError(
                 f"norms={norms.name!r} was asked for; {type(self.run.method).__name__} trained "
-                "with norm = "
-                f"{self.run.method.local.norm.name!r}, which stores no statistics with the "
-                "weights. 'post' measures "
-                "them over training data, and 'batch' does without."
+                f"with norm = {self.run.method.local.norm.name!r}, which stores no statistics "
+                "with the weights. 'post' measures them over training data, and 'batch' does "
+                "without."
             )
         states = [
             {name: value for name, value in state.items() if name not in statistics}
@@ -302,9 +301,8 @@ def norms_of(run: Trained, asked: NormPolicy | str | None, client: int | None) -
     if policy.owner == "client" and client is None:
         raise ConfigError(
             f"norms={policy.name!r} was asked for, which measures the norms' statistics over the "
-            "samples of one "
-            "client. Say whose: client=0 in Python, --client 0 on the command line. 'post' "
-            "measures over all."
+            "samples of one client. Say whose: client=0 in Python, --client 0 on the command "
+            "line. 'post' measures over all."
         )
     return policy
 
@@ -345,14 +343,13 @@ def check_within(run: Trained, nets: Submodels, budget: Budget) -> None:
         )
         raise BudgetError(
             f"{type(run.method).__name__} trains {kind}, of {count:,} parameters; the budget "
-            f"{budget} allows less: "
-            f"{'; '.join(excess)}."
+            f"{budget} allows less: {'; '.join(excess)}."
         )
     if budget.share is not None and (share := total_share(family, nets)) > budget.share + _ROUNDING:
         _log.warning(
-            "a share of %g was asked for; what is deployed has %.4g: every axis keeps at least one "
-            "channel, and some "
-            "methods round up. A budget of params, macs or memory is never exceeded.",
+            "a share of %g was asked for; what is deployed has %.4g: every axis keeps at least "
+            "one channel, and some methods round up. A budget of params, macs or memory is never "
+            "exceeded.",
             budget.share,
             share,
         )

@@ -171,8 +171,7 @@ def export_sizes(  # noqa: PLR0913  # Options of `Run.export`
     if kind != "safetensors":
         raise ConfigError(
             f"shares of {', '.join(f'{share:g}' for share in shares)} in one file were asked for, "
-            f"as {kind}; only "
-            "safetensors can hold several. Others hold one share each."
+            f"as {kind}; only safetensors can hold several. Others hold one share each."
         )
     model = customizable(run, shares, client, norms, samples).cpu()
     family, _, _ = alone(
@@ -229,8 +228,7 @@ def chosen(path: Path, format: str) -> str:
     if kind not in FORMATS:
         raise ConfigError(
             f"a model in {path} was asked for; its name does not say in which format. Let it end "
-            "with "
-            f".{', .'.join(FORMATS)}, or name one: --format onnx."
+            f"with .{', .'.join(FORMATS)}, or name one: --format onnx."
         )
     return kind
 

@@ -82,8 +82,8 @@ class Onnx(Format):
         if missing:
             raise ConfigError(
                 f"the format 'onnx' was asked for; it needs {', '.join(missing)}, which cannot be "
-                "imported here: "
-                f"{how_to_install('export')}. pt2 and safetensors need nothing more."
+                f"imported here: {how_to_install('export')}. pt2 and safetensors need nothing "
+                "more."
             )
 
     @override
@@ -174,8 +174,7 @@ def _program(model: Written) -> Any:
         first_line = said(error).strip().split("\n")[0]
         raise ExportError(
             f"{model.note['model']} cannot be recorded by torch.export for batches of any size: "
-            f"{first_line} "
-            "safetensors takes every module."
+            f"{first_line} safetensors takes every module."
         ) from error
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # It has code and paths of this machine.

@@ -81,8 +81,8 @@ def read(
             if not isinstance(note, dict) or not {"layout", "nets"} <= note.keys():
                 raise FormatError(
                     "its notes do not say which nets it holds. `fedquilt export --format "
-                    "safetensors` writes such "
-                    "files; checkpoints of a run are read by fedquilt.load"
+                    "safetensors` writes such files; checkpoints of a run are read by "
+                    "fedquilt.load"
                 )
             check_note(note)
             if problem := too_large(_example_bytes(note), max_bytes):

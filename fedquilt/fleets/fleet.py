@@ -80,8 +80,7 @@ class Fleet:
         if isinstance(shares, Mapping):
             raise ConfigError(
                 f"Fleet.of was given the portions {dict(shares)}; it gives every share to as many "
-                "clients. "
-                "Fleet.mixed takes portions."
+                "clients. Fleet.mixed takes portions."
             )
         dealt = (
             shares.assign(num_clients, seed)
@@ -190,8 +189,7 @@ class Fleet:
         if self.presence and last is not None and rounds > last:
             raise ConfigError(
                 f"{rounds} rounds were asked for; in {self.presence.name} nobody is there after "
-                f"{last} of them. "
-                f"Play {last}, leave an end empty, or set a period."
+                f"{last} of them. Play {last}, leave an end empty, or set a period."
             )
 
     def draw_cohort(self, round: int, seed: int, online: Sequence[int] | None = None) -> list[int]:
@@ -225,8 +223,8 @@ class Fleet:
         if unknown:
             raise ConfigError(
                 f"Engine.online reported client {unknown[0]}, of {len(online)} that can be "
-                "reached; the fleet has "
-                f"{self.num_clients} clients, which are numbered from 0 to {self.num_clients - 1}."
+                f"reached; the fleet has {self.num_clients} clients, which are numbered from 0 to "
+                f"{self.num_clients - 1}."
             )
 
     def client(self, id: int, round: int, seed: int, size: int, place: int = 0) -> Client:

@@ -65,8 +65,7 @@ class Income(Budgets):
         if len(self.portions) != len(FIVE_SHARES):
             raise ConfigError(
                 f"the income fleet was given {len(self.portions)} portions; it needs one for each "
-                "of its "
-                "shares, 1, 1/2, 1/4, 1/8 and 1/16."
+                "of its shares, 1, 1/2, 1/4, 1/8 and 1/16."
             )
 
     @override
@@ -134,8 +133,8 @@ class Groups(Budgets):
         if len(shares) < len(matches) or not all(0 < share <= 1 for share in shares):
             raise ConfigError(
                 f"groups {self.divisors!r} were asked for; write what each group's share divides, "
-                "joined by '-': "
-                "'8-4-2-1' is 1/8, 1/4, 1/2 and 1, and '4/3' is 3/4. Each must be 1 or above."
+                "joined by '-': '8-4-2-1' is 1/8, 1/4, 1/2 and 1, and '4/3' is 3/4. Each must be "
+                "1 or above."
             )
         return shares
 
@@ -154,9 +153,8 @@ class Step(Budgets):
         within(self, step="(0, 1]", groups=_FEW)
         if self.step * self.groups > 1:
             raise ConfigError(
-                f"{self.groups} groups in steps of {self.step} were asked for; the last would have "
-                "a share of "
-                f"{self.step * self.groups:g}, and shares lie in (0, 1]."
+                f"{self.groups} groups in steps of {self.step} were asked for; the last would "
+                f"have a share of {self.step * self.groups:g}, and shares lie in (0, 1]."
             )
 
     @override
@@ -258,8 +256,7 @@ class ByNet(Budgets):
     def assign(self, num_clients: int, seed: int = 0) -> BudgetAssignment:
         raise ConfigError(
             "the fleet by_net was asked for without a model, on which its budgets depend. Python "
-            "has them as a list: "
-            "fq.Fleet.of(fq.fleets.net_budgets(family), num_clients)."
+            "has them as a list: fq.Fleet.of(fq.fleets.net_budgets(family), num_clients)."
         )
 
     @override
@@ -281,9 +278,8 @@ class Given(Budgets):
     def __post_init__(self) -> None:
         if self.portions and len(self.portions) != len(self.kinds):
             raise ConfigError(
-                f"the given fleet has {len(self.kinds)} budgets and {len(self.portions)} portions; "
-                "it needs a portion "
-                "for each of them, or none."
+                f"the given fleet has {len(self.kinds)} budgets and {len(self.portions)} "
+                "portions; it needs a portion for each of them, or none."
             )
 
     @override

@@ -191,8 +191,7 @@ def _all_records(path: Path, summary: Mapping[str, Any]) -> list[Record]:
     if last < summary.get("rounds", 0):
         raise RecordError(
             f"{path / 'rounds.jsonl'} is damaged: its last round is {last}, and that of "
-            "summary.json "
-            f"{summary['rounds']}. {remedy}"
+            f"summary.json {summary['rounds']}. {remedy}"
         )
     if missing := gaps(records, last):
         _log.warning(

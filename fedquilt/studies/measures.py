@@ -165,8 +165,8 @@ def limits(run: Run, rounds: int) -> dict[str, Any]:
     if "utilisation" not in account:
         raise ConfigError(
             f"the measure 'limits' was asked for with {type(run.method).__name__}; it needs a "
-            "method whose clients "
-            "keep nets of their own, such as RaFL, and limits on multiply-adds."
+            "method whose clients keep nets of their own, such as RaFL, and limits on "
+            "multiply-adds."
         )
     limited = {budget: count for budget, count in counts.items() if budget.macs}
     limit = sum((budget.macs or 0.0) * count for budget, count in limited.items()) / sum(

@@ -230,10 +230,8 @@ def missing_supernet(file: str, space: str, folder: Path, preset: str) -> DataEr
     command = shlex.join(["fedquilt", "supernet", "train", *arguments])
     return DataError(
         f"{preset} was asked for: the supernet {folder / file} is needed; there is no such file. "
-        f"`{command}` makes "
-        "one from public images. --rows runs the rows that need none, and --data-folder or "
-        f"{DATA_VARIABLE} names "
-        "another folder."
+        f"`{command}` makes one from public images. --rows runs the rows that need none, and "
+        f"--data-folder or {DATA_VARIABLE} names another folder."
     )
 
 
@@ -433,8 +431,8 @@ def _problems_of_experiment(preset: Preset, settings: Settings, scale: str) -> I
     for _, file in _data_files(settings):
         if file.removesuffix(".npz") not in preset.data:
             yield (
-                f"the data file {file!r} is not in `data`."
-                f"{nearest(file.removesuffix('.npz'), preset.data)}"
+                f"the data file {file!r} is not in "
+                f"`data`.{nearest(file.removesuffix('.npz'), preset.data)}"
             )
         elif scale == SMOKE:
             yield (

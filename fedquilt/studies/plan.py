@@ -156,8 +156,7 @@ class Plan:
         if self.num_runs > MAX_RUNS and not confirmed:
             raise ConfigError(
                 f"a study of {self.num_runs:,} runs was asked for; more than {MAX_RUNS:,} are "
-                "started only with "
-                "--yes (in Python: confirmed=True)."
+                "started only with --yes (in Python: confirmed=True)."
             )
         problems: dict[str, list[str]] = {}  # Names of entries by their common problem.
         for entry in self.entries:
@@ -396,8 +395,7 @@ def runs_outside_a_study(folder: Path) -> str:
     command = shlex.join(["fedquilt", "run", "--resume", str(folder / names[0])])
     return (
         f" It has the runs {', '.join(names)}, which an earlier version or `fedquilt run` wrote. "
-        "Continue each with "
-        f"{command}, or name another folder for a study."
+        f"Continue each with {command}, or name another folder for a study."
     )
 
 

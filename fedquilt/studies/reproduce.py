@@ -94,8 +94,7 @@ def check_rows_in(preset: Preset, folder: Path) -> None:
     if unknown_names:
         raise ConfigError(
             f"the folder {folder} was asked for; it has a study of {'; '.join(unknown_names)}, "
-            f"which {preset.name} does not "
-            "have as rows. Name another folder."
+            f"which {preset.name} does not have as rows. Name another folder."
         )
 
 

@@ -135,8 +135,7 @@ class Study:
                 )
         note = (
             f"Tuned on {100 * self.plan.validation:g} % of every client's training samples, which "
-            "these runs "
-            "held back. The test set was not used."
+            "these runs held back. The test set was not used."
         )
         return [Table("tuning", ["entry", "setting", f"validation {main}", "chosen"], rows, [note])]
 
@@ -285,8 +284,7 @@ def _write_choice(entry: Entry, chosen: Point, trials: Sequence[Trial], folder: 
         if earlier != chosen:
             raise ConfigError(
                 f"{entry.name}: tuning chose {_point_text(chosen)}; the runs in {folder} have "
-                f"{_point_text(earlier)}. "
-                "Name another folder for these settings."
+                f"{_point_text(earlier)}. Name another folder for these settings."
             )
     tuned = {"chosen": chosen, "trials": [_plain_trial(trial) for trial in trials]}
     write_text(file, json.dumps(tuned, indent=2) + "\n")

@@ -201,9 +201,8 @@ class _Conversation:
         if status < 0:
             name = signal.Signals(-status).name
             raise TrainingError(
-                f"{title}: its process was ended by {name}. Too little memory is the usual reason; "
-                "fewer jobs need "
-                "less. The same command again continues the study."
+                f"{title}: its process was ended by {name}. Too little memory is the usual "
+                "reason; fewer jobs need less. The same command again continues the study."
             )
         if status:
             lines = "".join(self._lines or self._printed).strip().splitlines() or [

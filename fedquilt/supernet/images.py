@@ -44,8 +44,8 @@ class SupernetData:
         images = self.images
         if images.dim() != 4 or images.shape[2] != images.shape[3] or len(images) < 2:
             raise DataError(
-                "A supernet is trained on at least two square images "
-                f"(sample, channel, size, size); found samples of shape {tuple(images.shape)}.",
+                "A supernet is trained on at least two square images (sample, channel, size, "
+                f"size); found samples of shape {tuple(images.shape)}.",
             )
         if not images.is_floating_point():
             raise DataError(

@@ -60,9 +60,8 @@ class LatencyTable:
         except KeyError as error:
             raise ConfigError(
                 f"the inference time of a member of {space.name} was asked for; the table of "
-                f"{self.space} has no "
-                f"block {error.args[0]}. Measure the space with the same image size and classes: "
-                f"fedquilt probe --space {space.name}."
+                f"{self.space} has no block {error.args[0]}. Measure the space with the same "
+                f"image size and classes: fedquilt probe --space {space.name}."
             ) from error
 
     def to_dict(self) -> dict[str, Any]:

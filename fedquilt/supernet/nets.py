@@ -85,9 +85,8 @@ def searched_nets(
     """
     if supernet is not None and supernet.space.with_classes(space.num_classes) != space:
         raise ConfigError(
-            f"nets of {space} were asked for with the weights of a supernet of {supernet.space}. A "
-            "supernet of the "
-            "same space would work."
+            f"nets of {space} were asked for with the weights of a supernet of {supernet.space}. "
+            "A supernet of the same space would work."
         )
     meter = meter or Meter(space)
     search = Search(meter, score, options, measure)

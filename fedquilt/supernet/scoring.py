@@ -45,9 +45,8 @@ class Validation:
     def __post_init__(self) -> None:
         if len(self.images) != len(self.labels) or not len(self.images):
             raise DataError(
-                f"members were to be measured on {len(self.images)} images with {len(self.labels)} "
-                "labels; every "
-                "image needs a label, and there must be some."
+                f"members were to be measured on {len(self.images)} images with "
+                f"{len(self.labels)} labels; every image needs a label, and there must be some."
             )
 
     @staticmethod

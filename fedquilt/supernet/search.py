@@ -172,11 +172,9 @@ class Search:
         exceeded = self.meter.exceeded(smallest, limits)
         if exceeded:
             raise BudgetError(
-                f"a member of {self.space.name} was asked for within {limits}; the smallest member "
-                "has "
-                f"{self.meter.costs(smallest)}, which exceeds {' and '.join(exceeded)}. Raise "
-                "these limits, or use a "
-                "smaller space."
+                f"a member of {self.space.name} was asked for within {limits}; the smallest "
+                f"member has {self.meter.costs(smallest)}, which exceeds "
+                f"{' and '.join(exceeded)}. Raise these limits, or use a smaller space."
             )
 
     def _capacity(self, limits: Limits) -> float:

@@ -137,10 +137,8 @@ class SearchService:
             smallest = self._members[0]
             raise BudgetError(
                 f"a member within {limits} was asked for; the service has its {self.num_members} "
-                "members already, "
-                f"and the smallest, {smallest.name}, has {smallest.costs}. A larger num_members or "
-                "limits that allow "
-                "this member would work."
+                f"members already, and the smallest, {smallest.name}, has {smallest.costs}. A "
+                "larger num_members or limits that allow this member would work."
             )
         return member
 

@@ -102,8 +102,8 @@ def import_weights(space: Space, path: str | Path) -> Supernet:
     if problems:
         raise RecordError(
             f"{path} does not have the weights of the largest net of {space.name}: "
-            f"{'; '.join(problems)}. "
-            f"`fedquilt supernet show {space.name} --names` lists the names.",
+            f"{'; '.join(problems)}. `fedquilt supernet show {space.name} --names` lists the "
+            "names.",
         )
     supernet.net.load_state_dict(state | weights)
     return supernet.eval()

@@ -260,8 +260,8 @@ class _Trainer:
         loss, accuracy = (sums / len(batches)).tolist()
         if not math.isfinite(loss):
             raise DivergenceError(
-                f"The loss of the supernet is {loss} in phase {phase.name}, "
-                f"epoch {self.epoch + 1}. A lower rate may help. The last checkpoint is intact.",
+                f"The loss of the supernet is {loss} in phase {phase.name}, epoch "
+                f"{self.epoch + 1}. A lower rate may help. The last checkpoint is intact.",
             )
         return loss, accuracy
 

@@ -69,14 +69,14 @@ class Classification(Task):
         if tuple(targets.shape[1:]) == (1,) and not positions:
             return (
                 f"targets have shape {tuple(targets.shape)}; the output has {classes} classes for "
-                "each sample, so "
-                f"that targets of shape ({len(targets)},) would fit: targets.reshape(-1)"
+                f"each sample, so that targets of shape ({len(targets)},) would fit: "
+                "targets.reshape(-1)"
             )
         if tuple(targets.shape[1:]) != positions:
             return (
-                f"targets have shape {tuple(targets.shape[1:])} a sample; the output has {classes} "
-                "classes for each "
-                f"position of {positions}, so that targets of shape {positions} would fit"
+                f"targets have shape {tuple(targets.shape[1:])} a sample; the output has "
+                f"{classes} classes for each position of {positions}, so that targets of shape "
+                f"{positions} would fit"
             )
         if self.class_weights and len(self.class_weights) != classes:
             count = len(self.class_weights)
@@ -85,8 +85,7 @@ class Classification(Task):
         if len(outliers):
             return (
                 f"a target is {int(outliers[0])}; the output has {classes} classes, so that 0 to "
-                f"{classes - 1} fit, "
-                f"and {self.ignore} for targets that do not count"
+                f"{classes - 1} fit, and {self.ignore} for targets that do not count"
             )
         return ""
 

@@ -27,7 +27,6 @@ class NextToken(Classification):
         if targets.dim() != 2:
             return (
                 f"targets have shape {tuple(targets.shape[1:])} a sample; one token for each "
-                "position, (length,), "
-                "would fit"
+                "position, (length,), would fit"
             )
         return super().unfit(targets, output_shape)

@@ -101,10 +101,8 @@ class Segmentation(Classification):
             largest = f" and no other above {int(labelled.max())}" if len(labelled) else " alone"
             raise DataError(
                 f"Segmentation was asked for on {name}; its masks have the value "
-                f"{UNLABELLED}{largest}. If it marks "
-                f"voxels that do not count, task.ignore = {UNLABELLED} would fit. If it is a "
-                "class, number classes "
-                "from 0 on without gaps."
+                f"{UNLABELLED}{largest}. If it marks voxels that do not count, task.ignore = "
+                f"{UNLABELLED} would fit. If it is a class, number classes from 0 on without gaps."
             )
         if bool((counted >= self._first).any()):
             return

@@ -149,8 +149,7 @@ class Task(ABC):
         if len(output_shape) < 2:
             raise DataError(
                 f"{type(self).__name__}: the model's output has shape {tuple(output_shape)}; "
-                "(sample, outputs) is "
-                "needed, also where there is one output for each sample."
+                "(sample, outputs) is needed, also where there is one output for each sample."
             )
         if why := self.unfit(targets, output_shape):
             raise DataError(f"{type(self).__name__} was asked for on {name}; {why}.")
@@ -239,9 +238,8 @@ class Task(ABC):
         """
         raise ConfigError(
             f"{type(self).__name__} was asked for with a method that distils; it does not say how "
-            "far outputs are from "
-            f"a teacher's. Define {type(self).__name__}.divergences, or choose a method that does "
-            "not distil."
+            f"far outputs are from a teacher's. Define {type(self).__name__}.divergences, or "
+            "choose a method that does not distil."
         )
 
     # --- metrics ---------------------------------------------------------------------------------
@@ -340,8 +338,8 @@ class Task(ABC):
             sum_metrics = [metric.name for metric in self.measured if isinstance(metric, SumMetric)]
             raise ConfigError(
                 f"{type(self).__name__} measures {names}, which needs the outputs of all samples; "
-                f"{who} does not let "
-                f"outputs leave a device. task.metrics = {sum_metrics} would work."
+                f"{who} does not let outputs leave a device. task.metrics = {sum_metrics} would "
+                "work."
             )
 
 

@@ -136,14 +136,12 @@ def missing_message(name: str, folder: str | Path = FOLDER) -> str:
     file = Path(folder) / f"{name}.npz"
     if name not in DATA_SETS:
         return (
-            f"{file} is needed; there is no such file, and `fedquilt data prepare` cannot make it. "
-            "It can make "
-            f"{', '.join(DATA_SETS)}."
+            f"{file} is needed; there is no such file, and `fedquilt data prepare` cannot make "
+            f"it. It can make {', '.join(DATA_SETS)}."
         )
     data_set = DATA_SETS[name]
     command = shlex.join(["fedquilt", "data", "prepare", name, "--out", str(folder)])
     return (
         f"{file} is needed; there is no such file. It holds {data_set.title}. Source: "
-        f"{data_set.source}. "
-        f"`{command}` prepares it."
+        f"{data_set.source}. `{command}` prepares it."
     )

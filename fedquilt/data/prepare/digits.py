@@ -60,8 +60,7 @@ def split_counts(per_domain: int) -> dict[str, int]:
     if per_domain < 2 * NUM_CLASSES or per_domain % (2 * NUM_CLASSES):
         raise ConfigError(
             f"{per_domain} images per domain were asked for; a multiple of {2 * NUM_CLASSES} can "
-            "be balanced by class, "
-            "with half as many for testing."
+            "be balanced by class, with half as many for testing."
         )
     return {"train": per_domain, "test": per_domain // 2}
 

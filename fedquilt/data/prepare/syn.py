@@ -198,8 +198,8 @@ def _dejavu() -> list[Path]:
     except ImportError as error:
         raise ConfigError(
             "SYN-like digits are drawn with the fonts that matplotlib brings, which is not "
-            "installed: "
-            f"{how_to_install('plot')}. A folder of fonts that --fonts names would do, too."
+            f"installed: {how_to_install('plot')}. A folder of fonts that --fonts names would do, "
+            "too."
         ) from error
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     files = [folder / name for name in DEJAVU]

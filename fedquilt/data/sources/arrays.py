@@ -107,9 +107,8 @@ def _check_directory(path: str | Path, members: Sequence[zipfile.ZipInfo]) -> No
     listed = _listed(Path(path))
     if len(members) != listed or listed > MAX_ARRAYS:
         raise DataError(
-            f"{path} cannot be read as an .npz file: {len(members)} arrays were found and {listed} "
-            "are listed; at "
-            f"most {MAX_ARRAYS:,} fit."
+            f"{path} cannot be read as an .npz file: {len(members)} arrays were found and "
+            f"{listed} are listed; at most {MAX_ARRAYS:,} fit."
         )
     names = [_name(member) for member in members]
     for member, name in zip(members, names, strict=True):

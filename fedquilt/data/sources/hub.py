@@ -66,9 +66,8 @@ def hub(
         if targets:
             raise DataError(
                 f"{path}: {columns.inputs[0]} is text and {targets} was asked for as its target; "
-                "text is for next-word "
-                "prediction here. Turn it into tokens, and hand the arrays to "
-                "fedquilt.data.Pool.of."
+                "text is for next-word prediction here. Turn it into tokens, and hand the arrays "
+                "to fedquilt.data.Pool.of."
             )
         texts = [Texts(list(map(str, s[columns.inputs[0]])), _users(s, clients)) for s in splits]
         second = texts[1] if len(texts) > 1 else None

@@ -111,8 +111,7 @@ def stacked(
         if (picture.height, picture.width) != shape:
             raise DataError(
                 f"{names[index]} has {picture.height}×{picture.width} pixels and {names[0]} "
-                f"{shape[0]}×{shape[1]}; "
-                f"size={min(shape)} makes all of them alike."
+                f"{shape[0]}×{shape[1]}; size={min(shape)} makes all of them alike."
             )
         stack[index] = np.asarray(picture).reshape(*shape, -1)
     return np.ascontiguousarray(stack.transpose(0, 3, 1, 2))

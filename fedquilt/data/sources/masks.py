@@ -84,9 +84,8 @@ def masks(
         if num_bytes > limit:
             raise DataError(
                 f"{root} is not read: its samples up to {names[0]}, {len(pairs)} of {len(files)}, "
-                f"take {num_bytes:,} bytes "
-                f"in memory, and {limit:,} are allowed. --max-bytes (max_bytes=… in Python) allows "
-                "more."
+                f"take {num_bytes:,} bytes in memory, and {limit:,} are allowed. --max-bytes "
+                "(max_bytes=… in Python) allows more."
             )
     _check_alike(files, pairs)
 

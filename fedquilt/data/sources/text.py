@@ -248,8 +248,8 @@ def _from_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> Texts:
         if not 0 <= first <= last <= len(text_):
             raise DataError(
                 f"{path}: the text of user {user} goes from byte {first} to {last} by the array "
-                "'start'; it must lie "
-                f"in the {len(text_):,} bytes of 'text', one user after another."
+                f"'start'; it must lie in the {len(text_):,} bytes of 'text', one user after "
+                "another."
             )
     names = arrays.get("users", np.arange(len(start)).astype(str))
     if names.dtype.kind != "U" or names.shape != start.shape:
@@ -284,8 +284,7 @@ def _from_json(path: Path, found: Any) -> Texts:
     if bad_entries:
         raise DataError(
             f'{path} is neither {{user: [text, …]}} nor [{{"client": user, "text": text}}, …]: '
-            f"entry {bad_entries[0]} is no "
-            "text."
+            f"entry {bad_entries[0]} is no text."
         )
     pairs = [(user, entry) for user, entry in pairs if entry.strip()]
     return Texts([entry for _, entry in pairs], [user for user, _ in pairs])

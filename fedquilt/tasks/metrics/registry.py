@@ -86,8 +86,8 @@ def find_metric(name: str, task: Task) -> Metric:
         fitting = [metric_name for metric_name, kind in METRICS.items() if task.kind in kind.kinds]
         raise ConfigError(
             f"the metric {name!r} was asked for with {type(task).__name__}; it reads "
-            f"{' or '.join(metric.kinds)}, and "
-            f"this task has {task.kind} as targets. Metrics for these: {', '.join(fitting)}."
+            f"{' or '.join(metric.kinds)}, and this task has {task.kind} as targets. Metrics for "
+            f"these: {', '.join(fitting)}."
         )
     assert isinstance(metric, Metric)
     return metric
