@@ -387,6 +387,6 @@ class Options(DataOptions):
             fitting = ", ".join(f"--{name.replace('_', '-')}" for name in ("target", *others))
             raise ConfigError(
                 f"--resume {self.resume} was asked for together with {', '.join(beside)}; a run "
-                f"goes on with its own settings, and only --rounds (to train longer), {fitting} "
+                f"keeps its own settings, and only --rounds (to train longer), {fitting} "
                 "and --json go with it."
             )

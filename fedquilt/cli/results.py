@@ -156,7 +156,7 @@ def show_export(console: Console, found: Sequence[Exported]) -> None:
     say(
         console,
         f"{first.file}: {first.format}, {size(first.bytes)}; {averaged}norms: "
-        f"{first.norms}{_robustness(first)}; read back, its answers to {first.compared} differ "
+        f"{first.norms}{_robustness(first)}; read back, its outputs for {first.compared} differ "
         f"from torch's by at most {max_difference:.2g}",
     )
 

@@ -180,7 +180,7 @@ class SearchRequest:
         }
 
     def _fleet(self) -> dict[Limits, int]:
-        from fedquilt.fleets.csv import FromCsv
+        from fedquilt.fleets.from_csv import FromCsv
         from fedquilt.supernet.limits import Limits
 
         assert self.fleet is not None

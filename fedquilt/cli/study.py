@@ -99,7 +99,7 @@ def _check_metric(metric: str, task: Task) -> None:
     derived = (f"local_{task.main.name}", *UNDER_ATTACK)
     if metric and metric.partition("/")[0] not in (*names, *derived):
         raise ConfigError(
-            f"--metric {metric} was asked for; nobody records it.{nearest(metric, names)}"
+            f"--metric {metric} was asked for; no run records it.{nearest(metric, names)}"
         )
 
 

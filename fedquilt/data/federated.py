@@ -25,13 +25,29 @@ _VALIDATION_SITE = 17  # Part of the key of the random numbers that choose valid
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FederatedData(Pool):
-    """Training samples that are partitioned among clients, and test samples."""
+    """Training samples that are partitioned among clients, and test samples.
 
-    parts: Parts  # Positions of each client's training samples.
-    # Positions of each client's own test samples, which may be empty. None: no client has any.
+    `Pool.partition` makes it, or `FederatedData.of` if you know the samples of each client. It has
+    the attributes of `Pool` too.
+
+    Attributes:
+        parts: Positions of each client's training samples.
+        test_parts: Positions of each client's own test samples, which may be empty. None: no
+            client has any.
+        validation_parts: Positions of the training samples that each client holds back for
+            validation. None: clients hold back nothing.
+
+    Example:
+        >>> import torch
+        >>> import fedquilt as fq
+        >>> inputs, targets = torch.zeros(6, 4), torch.tensor([0, 1, 0, 1, 0, 1])
+        >>> data = fq.FederatedData.of((inputs, targets), (inputs, targets), [[0, 1, 2, 3], [4, 5]])
+        >>> data.num_clients, data.size(0)
+        (2, 4)
+    """
+
+    parts: Parts
     test_parts: Parts | None = None
-    # Positions of the training samples that each client holds back for validation. None: clients
-    # hold back nothing.
     validation_parts: Parts | None = None
 
     @staticmethod
@@ -57,7 +73,7 @@ class FederatedData(Pool):
                 "say whose each sample is, Pool.of(train, clients=owners).partition(), and a "
                 "fifth of every client's is held out."
             )
-        return Pool.of(train, test, name=name).dealt(parts, test_parts)
+        return Pool.of(train, test, name=name).with_parts(parts, test_parts)
 
     def __repr__(self) -> str:
         validation = ""
@@ -66,7 +82,8 @@ class FederatedData(Pool):
                 f", which hold back {len(self.validation_parts.order):,} training samples "
                 "for validation"
             )
-        return f"FederatedData({self._description()}; dealt to {self.num_clients:,} clients{validation})"
+        clients = f"partitioned among {self.num_clients:,} clients{validation}"
+        return f"FederatedData({self._description()}; {clients})"
 
     @property
     @override

@@ -58,8 +58,8 @@ class Partition(ABC):
         """
         if num_clients is not None and not whole(num_clients, 1):
             raise DataError(
-                f"{num_clients!r} clients were asked for; {pool.name} can be dealt to a whole "
-                "number of them, one or more."
+                f"{num_clients!r} clients were asked for; {pool.name} can be partitioned among a "
+                "whole number of them, one or more."
             )
         parts, test_parts = self._deal(pool, num_clients, seed)
         return parts.thinned(self.fraction, noise.key(seed, 16), self.max_size), test_parts
@@ -73,8 +73,8 @@ class Partition(ABC):
         """Return the number of clients, for partitions that cannot choose it themselves."""
         if num_clients is None:
             raise DataError(
-                f"{type(self).__name__} deals {pool.name} to a number of clients; none was asked "
-                "for."
+                f"{type(self).__name__} partitions {pool.name} among a number of clients; none "
+                "was asked for."
             )
         if num_clients > len(pool.targets):
             raise DataError(
@@ -88,7 +88,7 @@ class Partition(ABC):
         if not pool.has_classes or pool.targets.dim() > 1:
             kind = str(pool.targets.dtype).removeprefix("torch.")
             raise DataError(
-                f"{type(self).__name__} deals by class; a target of {pool.name} has shape "
+                f"{type(self).__name__} partitions by class; a target of {pool.name} has shape "
                 f"{tuple(pool.targets.shape[1:])} and is {kind}. It needs one class for each "
                 "sample, as a whole number. Iid, Quantity, Natural and Domains do without classes."
             )
@@ -157,10 +157,10 @@ class Dirichlet(Partition):
                 return parts
             best = max(best, smallest)
         raise DataError(
-            f"Dirichlet(alpha={self.alpha}) was asked to deal {pool.name} to {clients} clients "
-            f"with at least {self.min_size} samples each; in {attempts} draws the poorest had "
-            f"{best} at best. A larger alpha, fewer clients or a smaller min_size would fit. With "
-            "equal = true all have the same number."
+            f"Dirichlet(alpha={self.alpha}) was asked to partition {pool.name} among {clients} "
+            f"clients with at least {self.min_size} samples each; in {attempts} draws the poorest "
+            f"had {best} at best. A larger alpha, fewer clients or a smaller min_size would fit. "
+            "With equal = true all have the same number."
         )
 
     def _equal(self, labels: Tensor, clients: int, seed: int) -> Parts:
@@ -301,16 +301,17 @@ class Natural(Partition):
     def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
         if pool.clients is None:
             raise DataError(
-                f"{pool.name} does not say whose each sample is, which Natural deals by. Array "
-                "files say it in `client_train`; Iid, Dirichlet, Labels and Quantity do without."
+                f"{pool.name} does not have the client of each sample, by which Natural "
+                "partitions. Array files say it in `client_train`; Iid, Dirichlet, Labels and "
+                "Quantity do without."
             )
         users = (torch.bincount(pool.clients) >= self.min_size).nonzero().flatten()
         count = len(users) if num_clients is None else num_clients
         if count > len(users) or not count:
             raise DataError(
                 f"{num_clients or 'all'} clients were asked for; {pool.name} has {len(users)} "
-                f"users with at least {self.min_size} samples. Iid() and others deal it to any "
-                "number."
+                f"users with at least {self.min_size} samples. Iid() and others partition it "
+                "among any number."
             )
         chosen_users = users[noise.order(noise.key(seed, 43), len(users))[:count]].sort().values
         return Parts.owned(_renumbered(pool.clients, chosen_users), count), _own_tests(
@@ -329,9 +330,9 @@ class Domains(Partition):
     def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
         if pool.domains is None:
             raise DataError(
-                f"{pool.name} does not say where each sample comes from, which Domains deals by. "
-                "Array files say it in `domain_train`; Iid, Dirichlet, Labels and Quantity do "
-                "without."
+                f"{pool.name} does not have the domain of each sample, by which Domains "
+                "partitions. Array files say it in `domain_train`; Iid, Dirichlet, Labels and "
+                "Quantity do without."
             )
         homes = torch.bincount(pool.domains).nonzero().flatten()  # Domains with samples.
         clients = len(homes) if num_clients is None else self._number(pool, num_clients)

@@ -36,28 +36,104 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Set:
+    """Training or test set, while a pool is made of it."""
+
+    inputs: Tensor  # (sample, …)
+    targets: Tensor  # (sample, …)
+    clients: Tensor | None  # (sample,) None: unknown.
+    domains: Tensor | None  # (sample,) None: unknown.
+
+    def check(self, name: str, set_name: str) -> None:
+        """Refuse arrays that do not fit each other."""
+        groups = {"clients": self.clients, "domains": self.domains}
+        check_samples(name, set_name, self.inputs, self.targets, groups)
+
+    def with_test_set(self, name: str) -> tuple[_Set, _Set]:
+        """Return four fifths of the samples, and one fifth that is held out for testing."""
+        groups = self.domains if self.clients is None else self.clients
+        training_rows, test_rows = held_out(len(self.inputs), groups, name)
+        return self._at(training_rows), self._at(test_rows)
+
+    def _at(self, rows: Tensor) -> _Set:
+        clients = None if self.clients is None else self.clients[rows]
+        domains = None if self.domains is None else self.domains[rows]
+        return _Set(self.inputs[rows], self.targets[rows], clients, domains)
+
+
+def _check_alike(train: _Set, test: _Set, name: str) -> None:
+    """Refuse sets whose samples have different shapes or types."""
+    shapes = [(tuple(s.inputs.shape[1:]), tuple(s.targets.shape[1:])) for s in (train, test)]
+    if shapes[0] != shapes[1]:
+        raise DataError(
+            f"{name}: training samples have shape {shapes[0][0]} (targets {shapes[0][1]}) and test "
+            f"samples {shapes[1][0]} ({shapes[1][1]}); they must be alike."
+        )
+    for noun, tensor, test_tensor in (
+        ("inputs", train.inputs, test.inputs),
+        ("targets", train.targets, test.targets),
+    ):
+        if tensor.dtype != test_tensor.dtype:
+            raise DataError(
+                f"{name}: training {noun} are {tensor.dtype} and test {noun} {test_tensor.dtype}; "
+                "they must be alike."
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Training and test samples that belong to no client yet, with facts about each sample."""
+    """Training and test samples that belong to no client yet, with facts about each sample.
 
-    inputs: Tensor  # (sample, …) Bytes (images), real numbers, or int64 (tokens).
-    # (sample, …) Classes (int64), one boolean per label (multi-label), or real numbers.
+    `Pool.of` makes a pool from arrays, and data sources such as `fq.data.digits` from files.
+    `partition` assigns the training samples to clients.
+
+    Attributes:
+        inputs: (sample, …) Training inputs: bytes (images), real numbers, or int64 (tokens).
+        targets: (sample, …) Training targets: classes (int64), one boolean per label
+            (multi-label), or real numbers.
+        test_inputs: (sample, …) Test inputs, of the same type as `inputs`.
+        test_targets: (sample, …) Test targets, of the same type as `targets`.
+        clients: (sample,) Client that each training sample comes from. None: unknown.
+        test_clients: (sample,) The same for test samples.
+        domains: (sample,) Domain that each training sample comes from. None: unknown.
+        test_domains: (sample,) The same for test samples.
+        public: (sample, …) Inputs without targets that all clients have. None: there are none.
+        name: Name of the data in tables and messages.
+        num_classes: Number of classes. 0: targets are not classes.
+        class_names: Names of classes by number. For text: the vocabulary. Empty: no names.
+        domain_names: Names of domains by number. Empty: no names.
+        scale: Normalisation of inputs for a model. None: a model gets the stored values.
+
+    Example:
+        >>> import torch
+        >>> import fedquilt as fq
+        >>> images = torch.zeros(100, 1, 8, 8)
+        >>> labels = torch.arange(100) % 10
+        >>> pool = fq.data.Pool.of((images[:80], labels[:80]), (images[80:], labels[80:]))
+        >>> pool
+        Pool(data: 80 training and 20 test samples of (1, 8, 8), 10 classes)
+        >>> pool.partition(4).size(0)
+        20
+    """
+
+    inputs: Tensor
     targets: Tensor
     test_inputs: Tensor
     test_targets: Tensor
-    clients: Tensor | None = None  # (sample,) User that each sample comes from.
+    clients: Tensor | None = None
     test_clients: Tensor | None = None
-    domains: Tensor | None = None  # (sample,) Domain that each sample comes from.
+    domains: Tensor | None = None
     test_domains: Tensor | None = None
-    public: Tensor | None = None  # Samples without targets that all clients have.
+    public: Tensor | None = None
     name: str = "data"
-    num_classes: int = 0  # Number of classes. 0: targets are not classes.
-    class_names: tuple[str, ...] = ()  # Names of classes. For text: the vocabulary.
+    num_classes: int = 0
+    class_names: tuple[str, ...] = ()
     domain_names: tuple[str, ...] = ()
     scale: Scale | None = None
 
     @staticmethod
-    def of(
+    def of(  # noqa: PLR0913  # The keywords are the user's interface.
         train: Samples,
         test: Samples | None = None,
         *,
@@ -101,64 +177,43 @@ class Pool:
             DataError: Arrays do not fit each other, or hold values that are not accepted.
         """
         train = read_samples(train, name, "training")
-        test = None if test is None else read_samples(test, name, "test")
-        train, test, class_names = number_named_targets(train, test, class_names, name)
-        x, y = tensor_pair(train, name, "training")
-        owners, test_owners, _ = number_groups(
-            clients, None if test is None else test_clients, f"{name}: clients"
-        )
-        homes, test_homes, found_names = number_groups(
-            domains, None if test is None else test_domains, f"{name}: domains"
-        )
-        check_samples(name, "training", x, y, {"clients": owners, "domains": homes})
         if test is None:
-            kept_rows, held_rows = held_out(len(x), owners if owners is not None else homes, name)
-            tx, ty, x, y = x[held_rows], y[held_rows], x[kept_rows], y[kept_rows]
-            test_owners, owners = (
-                (None, None) if owners is None else (owners[held_rows], owners[kept_rows])
-            )
-            test_homes, homes = (
-                (None, None) if homes is None else (homes[held_rows], homes[kept_rows])
-            )
+            test_clients = test_domains = None
         else:
-            tx, ty = tensor_pair(test, name, "test")
-            check_samples(name, "test", tx, ty, {"clients": test_owners, "domains": test_homes})
-        if x.shape[1:] != tx.shape[1:] or y.shape[1:] != ty.shape[1:]:
-            train_shapes, test_shapes = (
-                (tuple(i.shape[1:]), tuple(t.shape[1:])) for i, t in ((x, y), (tx, ty))
-            )
-            raise DataError(
-                f"{name}: training samples have shape {train_shapes[0]} (targets "
-                f"{train_shapes[1]}) and test samples {test_shapes[0]} ({test_shapes[1]}); they "
-                "must be alike."
-            )
-        if x.dtype != tx.dtype:
-            raise DataError(
-                f"{name}: training inputs are {x.dtype} and test inputs {tx.dtype}; they must be "
-                "alike."
-            )
-        if y.dtype != ty.dtype:
-            raise DataError(
-                f"{name}: training targets are {y.dtype} and test targets {ty.dtype}; they must be "
-                "alike."
-            )
-        warn_of_nan(tx, name)
-        num_classes = count_classes(name, y, ty, num_classes)
+            test = read_samples(test, name, "test")
+        train, test, class_names = number_named_targets(train, test, class_names, name)
+        client_codes, test_client_codes, _ = number_groups(
+            clients, test_clients, f"{name}: clients"
+        )
+        domain_codes, test_domain_codes, names_found = number_groups(
+            domains, test_domains, f"{name}: domains"
+        )
+        training_set = _Set(*tensor_pair(train, name, "training"), client_codes, domain_codes)
+        training_set.check(name, "training")
+        if test is None:
+            training_set, test_set = training_set.with_test_set(name)
+        else:
+            test_pair = tensor_pair(test, name, "test")
+            test_set = _Set(*test_pair, test_client_codes, test_domain_codes)
+            test_set.check(name, "test")
+        _check_alike(training_set, test_set, name)
+        warn_of_nan(test_set.inputs, name)
+        is_bytes = training_set.inputs.dtype == torch.uint8
         return Pool(
-            x,
-            y,
-            tx,
-            ty,
-            owners,
-            test_owners,
-            homes,
-            test_homes,
-            None if public is None else input_tensor(public, name),
-            name,
-            num_classes,
-            class_names,
-            domain_names or found_names,
-            scale or (Scale.of(x, "none") if x.dtype == torch.uint8 else None),
+            inputs=training_set.inputs,
+            targets=training_set.targets,
+            test_inputs=test_set.inputs,
+            test_targets=test_set.targets,
+            clients=training_set.clients,
+            test_clients=test_set.clients,
+            domains=training_set.domains,
+            test_domains=test_set.domains,
+            public=None if public is None else input_tensor(public, name),
+            name=name,
+            num_classes=count_classes(name, training_set.targets, test_set.targets, num_classes),
+            class_names=class_names,
+            domain_names=domain_names or names_found,
+            scale=scale or (Scale.of(training_set.inputs, "none") if is_bytes else None),
         )
 
     @property
@@ -220,11 +275,11 @@ class Pool:
         """
         if not isinstance(partition, Partition | None):
             raise DataError(
-                f"{self.name} was to be dealt by {partition!r}; a partition fits, such as "
+                f"{self.name} was to be partitioned by {partition!r}; a partition fits, such as "
                 "pool.partition(20, fq.data.Iid(), seed=0)."
             )
         partition = partition or self.usual
-        federated = self.dealt(*partition.split(self, num_clients, seed))
+        federated = self.with_parts(*partition.split(self, num_clients, seed))
         # If the source has partitioned its data, a settings file cannot name another partition.
         can_name_partition = not self.is_partitioned or (self.origin and self.origin.partition)
         origin = self.origin if can_name_partition else None
@@ -232,7 +287,7 @@ class Pool:
             origin and origin.partitioned(partition, federated.num_clients, seed)
         )
 
-    def dealt(
+    def with_parts(
         self,
         parts: Sequence[Sequence[int] | Array],
         test_parts: Sequence[Sequence[int] | Array] | None = None,

@@ -50,7 +50,7 @@ def _noise(family: Family, count: int) -> Tensor:
 
 
 def largest_difference(
-    module: nn.Module, answer: Forward, batches: Sequence[Tensor], kind: str
+    module: nn.Module, exported: Forward, batches: Sequence[Tensor], kind: str
 ) -> float:
     """Return the largest difference between two outputs for the same batch.
 
@@ -61,7 +61,7 @@ def largest_difference(
     for batch in batches:
         outputs = module(batch.clone())  # The first operation may be in-place.
         try:
-            exported_outputs = answer(batch.clone())
+            exported_outputs = exported(batch.clone())
         except Exception as error:
             raise ExportError(
                 f"the model as {kind} failed on a batch of {len(batch)}: {said(error)}. Nothing "
@@ -69,15 +69,15 @@ def largest_difference(
             ) from error
         if outputs.shape != exported_outputs.shape:
             raise ExportError(
-                f"the model as {kind} answers a batch of {len(batch)} with "
+                f"the model as {kind} returns outputs for a batch of {len(batch)} of "
                 f"{tuple(exported_outputs.shape)}, and torch with {tuple(outputs.shape)}. Nothing "
                 "was written."
             )
         difference = float((outputs - exported_outputs).abs().max())
         if not difference <= TOLERANCE * max(1.0, float(outputs.abs().max())):
             raise ExportError(
-                f"the model as {kind} answers a batch of {len(batch)} otherwise than torch, by "
-                f"{difference:.2g} where answers are up to {float(outputs.abs().max()):.2g}; "
+                f"the model as {kind} has other outputs than torch for a batch of {len(batch)}, by "
+                f"{difference:.2g} where outputs are up to {float(outputs.abs().max()):.2g}; "
                 f"{TOLERANCE:g} of that would be rounding. Nothing was written."
             )
         largest = max(largest, difference)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedquilt.fleets.budgets import Budgets
-from fedquilt.fleets.csv import FromCsv
+from fedquilt.fleets.from_csv import FromCsv
 from fedquilt.fleets.presets import (
     FIVE_SHARES,
     FLEETS,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fedquilt import noise
 from fedquilt.checks import File, within
 from fedquilt.errors import ConfigError
-from fedquilt.fleets.csv import read_csv
+from fedquilt.fleets.from_csv import read_csv
 
 Ints = NDArray[np.int64]
 _FOREVER = np.iinfo(np.int64).max
@@ -79,7 +79,7 @@ class Trace:
                 f"{location}: there is no client {client}; the fleet has {num_clients}, from 0."
             )
         if not start < end or (self.period and end > self.period):
-            period_hint = f" and lies within the period of {self.period}" if self.period else ""
+            period_hint = f" and is within the period of {self.period}" if self.period else ""
             raise ConfigError(
                 f"{location}: a stay from {start} to {end} was found; it ends after it "
                 f"starts{period_hint}."

@@ -79,7 +79,7 @@ def in_portions(
     for kind, portion in zip(kinds, portions, strict=True):
         if not isinstance(portion, Real) or not 0 <= portion <= 1e15:
             raise ConfigError(
-                f"a portion of {portion!r} of the clients was asked for {kind}; it lies in [0, "
+                f"a portion of {portion!r} of the clients was asked for {kind}; it must be in [0, "
                 "1e15]."
             )
     bounds = np.cumsum(np.asarray(portions, dtype=np.float64))

@@ -24,7 +24,7 @@ from fedquilt.fleets.budgets import (
     in_turn,
     warn_of_portions,
 )
-from fedquilt.fleets.csv import FromCsv
+from fedquilt.fleets.from_csv import FromCsv
 from fedquilt.terms import Budget
 
 if TYPE_CHECKING:

@@ -283,7 +283,7 @@ def parsed_preset(name: str) -> Preset:
 
 
 def tables_named(name: str) -> tuple[str, ...]:
-    """Return the tables that a name stands for: one table, or all tables of a paper."""
+    """Return the tables that a name selects: one table, or all tables of a paper."""
     tables = papers()
     if name in tables:
         return tables[name]

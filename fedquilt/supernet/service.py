@@ -51,7 +51,7 @@ class SearchService:
     member is below its limit. So the service's searches use a floor of `SERVICE_FLOOR`, which is
     higher than that of a single search.
 
-    All methods may be called by several threads. A search in one thread does not delay answers from
+    All methods may be called by several threads. A search in one thread does not delay results for
     members that exist. Every member is built once.
     """
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedquilt.checks import refuse, within
 from fedquilt.errors import ConfigError, DataError
-from fedquilt.tasks.metrics.base import CollectedMetric, TargetKind, Metric, SumMetric
+from fedquilt.tasks.metrics.base import CollectedMetric, Metric, SumMetric, TargetKind
 from fedquilt.tasks.metrics.registry import find_metric
 
 

@@ -122,7 +122,7 @@ def test_files_go_where_tables_look_for_them(host, tmp_path, monkeypatch, capsys
         ),
     ],
 )
-def test_what_is_refused(words, said, host, tmp_path, capsys):
+def test_invalid_requests_are_refused(words, said, host, tmp_path, capsys):
     assert main(["data", *words]) == 2
     error = capsys.readouterr().err
     assert said in error

@@ -11,8 +11,8 @@ import pytest
 import fedquilt.runs.experiment  # noqa: F401  it knows the tables of names
 from fedquilt.config.settings import Problem, read
 from fedquilt.fleets.availability import Trace
-from fedquilt.fleets.csv import FromCsv
 from fedquilt.fleets.fleet import Devices
+from fedquilt.fleets.from_csv import FromCsv
 from fedquilt.fleets.presets import FLEETS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "fleets.md").read_text()

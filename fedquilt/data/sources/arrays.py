@@ -217,7 +217,7 @@ def _values(stream: IO[bytes], header: _Header) -> np.ndarray:
             raise EOFError
         view = view[count:]
     if stream.read(1):
-        raise _BadArrayError("it goes on behind its values")
+        raise _BadArrayError("it has bytes behind its values")
     if not header.size:  # `frombuffer` refuses text of length 0.
         return np.empty(header.shape, header.dtype)
     array = np.frombuffer(data, header.dtype).reshape(header.shape, order=order)

@@ -252,7 +252,7 @@ def deal_by_flower(
     offers: dict[str, Any] = {"num_partitions": num_clients, "partition_by": "label", "seed": seed}
     if "num_partitions" in takes and num_clients is None and "num_partitions" not in options:
         raise DataError(
-            f"{partitioner} deals {pool.name} to a number of clients; none was asked for."
+            f"{partitioner} partitions {pool.name} among a number of clients; none was asked for."
         )
     try:
         dealer = kind(
@@ -267,11 +267,11 @@ def deal_by_flower(
             )
     except Exception as error:
         raise DataError(
-            f"{partitioner} of flwr-datasets could not deal {pool.name}: {_said(error)}"
+            f"{partitioner} of flwr-datasets could not partition {pool.name}: {_said(error)}"
         ) from error
     if num_clients is not None and len(parts) != num_clients:
         raise DataError(
-            f"{num_clients} clients were asked for; {partitioner} dealt {pool.name} to "
+            f"{num_clients} clients were asked for; {partitioner} partitioned {pool.name} among "
             f"{len(parts)}."
         )
     if len(empty := (parts.sizes == 0).nonzero()):

@@ -128,7 +128,7 @@ def _files(folder: Path, domains: bool) -> list[Path]:
     for file in files:
         if len(file.relative_to(folder).parts) < 2 + domains:
             raise DataError(
-                f"{file} lies in no folder that says what it is; {folder}/{levels}/{file.name} "
+                f"{file} is in no folder that names its class; {folder}/{levels}/{file.name} "
                 "would fit."
             )
     return files

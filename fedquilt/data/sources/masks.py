@@ -19,7 +19,7 @@ from fedquilt.data.origin import remembered
 from fedquilt.data.pool import Pool
 from fedquilt.data.sources import nifti, padding
 from fedquilt.data.sources.images import SUFFIXES, image_size, open_image
-from fedquilt.data.sources.padding import NormaliseEach, told
+from fedquilt.data.sources.padding import NormaliseEach, shape_text
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.storage.tensor_files import memory_limit, too_large
 
@@ -283,8 +283,8 @@ def _read_volume(image_file: Path, mask_file: Path, canonical: bool) -> Pair:
     mask = marked.values[0]
     if mask.shape != size:
         raise DataError(
-            f"{mask_file} has {told(mask.shape)} voxels and its image {image_file} {told(size)}; "
-            "they must be alike."
+            f"{mask_file} has {shape_text(mask.shape)} voxels and its image {image_file} "
+            f"{shape_text(size)}; they must be alike."
         )
     if marked.orientation != volume.orientation:
         raise DataError(

@@ -20,7 +20,7 @@ def small() -> FederatedData:
         domain_names=("day", "night"),
         name="few",
     )
-    return pool.dealt([[0, 1, 2], [3, 4, 5, 6]])
+    return pool.with_parts([[0, 1, 2], [3, 4, 5, 6]])
 
 
 def test_counts_are_those_of_each_client():
@@ -70,7 +70,7 @@ def test_many_groups_become_a_heat_map(tmp_path):
     assert "share of the client" in figure(data, tmp_path / "a.svg").read_text()
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path):
+def test_data_that_cannot_be_plotted_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"'a\.gif' was asked for; a name that ends in \.png, \.svg or \.pdf"
     ):
@@ -84,7 +84,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
 
 def test_real_numbers_are_not_drawn_by_class():
     x, y = torch.zeros(4, 1), torch.linspace(0, 1, 4)
-    data = Pool.of((x, y), (x, y), domains=torch.tensor([0, 0, 1, 1])).dealt([[0, 1], [2, 3]])
+    data = Pool.of((x, y), (x, y), domains=torch.tensor([0, 0, 1, 1])).with_parts([[0, 1], [2, 3]])
     with pytest.raises(DataError, match="asked for by class; its targets are not classes"):
         blocks(data)
     assert counts(data, "domain").tolist() == [[2, 0], [0, 2]]

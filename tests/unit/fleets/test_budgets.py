@@ -27,7 +27,7 @@ def shares(budgets: Budgets, num_clients: int, seed: int = 0) -> list[float]:
     "name", [name for name in FLEETS if name not in ("csv", "by_net", "given")]
 )
 @pytest.mark.parametrize("num_clients", [1, 3, 100])
-def test_every_preset_serves_any_number_of_clients_and_deals_the_same_again(name, num_clients):
+def test_every_preset_assigns_budgets_to_any_number_of_clients_repeatably(name, num_clients):
     preset = FLEETS[name]()
     assert dealt(preset, num_clients, 3) == dealt(preset, num_clients, 3)
     fleet = fq.Fleet.of(preset, num_clients, 1, seed=3)
@@ -35,7 +35,7 @@ def test_every_preset_serves_any_number_of_clients_and_deals_the_same_again(name
     assert preset == FLEETS[name]()  # values, as settings are
 
 
-def test_given_budgets_are_dealt_in_turn_or_in_portions():
+def test_listed_budgets_are_assigned_cyclically_or_in_portions():
     kinds = (fq.Budget(macs=9), fq.Budget(share=0.5))
     assert [budget.macs for budget in dealt(fleets.Given(kinds), 4)] == [9, None, 9, None]
     assert [budget.macs for budget in dealt(fleets.Given(kinds, (0.75, 0.25)), 4)] == [

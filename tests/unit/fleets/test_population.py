@@ -71,7 +71,7 @@ def touches(
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("method", [FedAvg(), FedBN()], ids=lambda method: type(method).__name__)
 @pytest.mark.parametrize("available", [None, Diurnal()], ids=["always", "diurnal"])
-def test_a_round_looks_up_its_cohort_and_those_it_tests_and_nobody_else(
+def test_a_round_looks_up_its_cohort_and_evaluated_clients_alone(
     residual, make_data, engine, method, available
 ):
     for num_clients in (60, 600):
@@ -105,7 +105,7 @@ def test_calibration_takes_a_fixed_draw_of_very_many_samples(residual, make_data
 
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("name", CUTTING)
-def test_a_round_nobody_takes_part_in_changes_nothing_and_is_recorded(
+def test_a_round_without_clients_changes_nothing_and_is_recorded(
     perceptron, play, make_data, tmp_path, name, engine
 ):
     file = tmp_path / "trace.csv"
@@ -127,7 +127,7 @@ def test_a_round_nobody_takes_part_in_changes_nothing_and_is_recorded(
         None,
     )
     with pytest.raises(
-        ConfigError, match=r"4 rounds were asked for; in .* nobody is there after 3 of them"
+        ConfigError, match=r"4 rounds were asked for; in .* no client is available after 3 of them"
     ):
         run.train(4)
     assert len(run.records) == 2  # said before it begins, not days later

@@ -48,7 +48,7 @@ def test_runs_that_are_there_are_not_repeated(own, settings, counting):
     ]
 
 
-def test_an_interrupted_run_goes_on_to_the_same_result(own, settings, counting):
+def test_an_interrupted_run_resumes_to_the_same_result(own, settings, counting):
     runs = runs_of(settings(), settings("heterofl"))
     whole = execute(runs, None)
     for rounds in (1, 2):
@@ -74,7 +74,7 @@ def test_searched_nets_are_shared_by_runs_that_search_for_the_same_limits(own):
     assert private.family.variants != pair.family.variants
 
 
-def test_more_rounds_resume_what_is_there(own, settings, counting):
+def test_more_rounds_resume_finished_runs(own, settings, counting):
     execute(runs_of(settings(rounds=1)), own / "study")
     longer = runs_of(settings(rounds=3))
     assert finished(longer[0], own / "study" / longer[0].folder) is None
@@ -94,7 +94,7 @@ def test_more_rounds_resume_what_is_there(own, settings, counting):
     assert "rounds = 3" in (own / "study" / longer[0].folder / "config.toml").read_text()
 
 
-def test_a_run_with_more_rounds_behind_it_is_refused(own, settings):
+def test_a_run_that_has_more_rounds_already_is_refused(own, settings):
     execute(runs_of(settings(rounds=2)), own / "study")
     (run,) = runs_of(settings(rounds=1))
     (own / "study" / run.folder / "summary.json").unlink()
@@ -129,7 +129,7 @@ def test_a_run_that_diverges_counts_with_its_last_state_and_is_not_repeated(
     [TrainingError("a slot is missing"), RuntimeError("no idea"), RecordError("the disk is full")],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_that_is_no_divergence_is_raised_and_keeps_what_is_finished(
+def test_an_error_other_than_divergence_is_raised_and_finished_runs_stay(
     own, settings, counting, error
 ):
     runs = runs_of(settings(), settings("heterofl"))
@@ -278,7 +278,7 @@ def error_of(own, settings, count=2):
     return caught.value
 
 
-def test_what_a_process_prints_is_no_message(own, settings, worker):
+def test_output_that_a_process_prints_is_not_read_as_a_message(own, settings, worker):
     """Bytes that are no text, and text that is no JSON, neither stop the parent nor hide the
     status.
     """
@@ -292,7 +292,7 @@ def test_what_a_process_prints_is_no_message(own, settings, worker):
     )
 
 
-def test_a_process_that_was_killed_is_told_apart_from_a_mistake(own, settings, worker):
+def test_a_killed_process_is_distinguished_from_an_error(own, settings, worker):
     worker(
         "import os, sys\nprint('a warning', file=sys.stderr, flush=True)\nos.kill(os.getpid(), 9)"
     )

@@ -71,7 +71,7 @@ def test_rank_correlation_by_hand() -> None:
     assert np.isnan(rank_correlation([1, 1], [1, 2]))
 
 
-def test_a_score_ranks_members_by_what_was_measured() -> None:
+def test_a_score_ranks_members_by_measured_accuracy() -> None:
     space = SPACES["tiny"]()
     meter = Meter(space)
     search = Search(meter)

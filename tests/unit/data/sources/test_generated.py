@@ -75,6 +75,6 @@ def test_settings_ask_for_it():
         ({"domains": ("a", "a")}, "each name may be given once"),
     ],
 )
-def test_what_cannot_be_made(options, said):
+def test_impossible_requests_are_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         generated(**options)

@@ -50,7 +50,7 @@ def test_the_vocabulary_is_that_of_the_training_part_by_frequency_then_alphabet(
     assert pool.class_names[4:] == ("b", "a")
 
 
-def test_words_keep_their_apostrophes_and_marks_stand_alone():
+def test_words_keep_their_apostrophes_and_marks_are_words():
     texts = Texts(["O'erflows the Measure: don't!"], None)
     assert predict_words(texts, texts, "w", lower=False).class_names[4:] == (
         "!",
@@ -139,7 +139,7 @@ def test_clients_hold_the_words_they_say():
         ("a.txt", "one\ntwo", "2 texts are too few to hold out a fifth"),
     ],
 )
-def test_what_is_no_text_is_refused(tmp_path, name, content, message):
+def test_other_files_than_text_are_refused(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message):
