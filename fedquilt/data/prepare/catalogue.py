@@ -122,7 +122,6 @@ _MNISTM = Published(
 
 _MNIST_TERMS = "MNIST: CC BY-SA 3.0"
 _SYN_TERMS = "synthesised here; the fonts are free"
-
 DATA_SETS: dict[str, DataSet] = {
     one.name: one
     for one in (

@@ -21,7 +21,6 @@ DOMAINS = ("mnist", "svhn", "usps", "syn", "mnistm")
 NUM_CLASSES = 10
 USPS_SHAPE = (16, 16)
 _SITE = 62  # Distinguishes these random numbers from all others of the same seed.
-
 Samples = tuple[np.ndarray, np.ndarray]  # Images (n, 28, 28, 3) as bytes, and their digits.
 
 

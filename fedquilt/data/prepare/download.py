@@ -30,7 +30,6 @@ from fedquilt.units import size as shown_size
 SCHEMES = ("http", "https", "file")
 TIMEOUT_S = 60.0  # Seconds without a byte after which a download is given up.
 CHUNK_BYTES = 1 << 18
-
 # Arguments: name of a step, how much of it is done, and how much there is (0: unknown).
 Watch = Callable[[str, int, int], None]
 

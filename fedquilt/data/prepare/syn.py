@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 SIDE = 28  # Pixels of a finished image.
 ZOOM = 3  # Images are drawn larger by this factor and made smaller at the end, which smooths edges.
 CANVAS = SIDE * ZOOM
-
 # Ranges of the random quantities, both ends included. Lengths are in pixels of the canvas.
 NUM_DIGITS = (1, 3)
 FONT_SIZE = (42, 90)
@@ -36,7 +35,6 @@ TENTHS_OF_DEGREES = (-250, 250)
 SHIFT = (-9, 9)
 BLUR_TENTHS = (0, 45)  # Radius of the Gaussian blur in tenths of a pixel.
 MIN_CONTRAST = 150  # Sum of |stroke − background| over channels; below it both are drawn again.
-
 DEJAVU = (
     "DejaVuSans.ttf",
     "DejaVuSans-Bold.ttf",

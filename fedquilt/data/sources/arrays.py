@@ -29,7 +29,6 @@ MAX_HEADER = 10_000  # Limit on characters in the header of an array, which NumP
 KINDS = "biufcUS"  # Kinds of dtypes that are read: numbers, and text of fixed length
 MAX_VALUES = 2**48  # Limit on values of an array. Memory is limited by `max_bytes`
 SUFFIX = ".npy"
-
 _END = b"PK\5\6"  # Signature of the record at the end of a zip file
 _END_BYTES = 22
 _MAX_COMMENT = 2**16

@@ -20,7 +20,7 @@ from fedquilt.data.parts import Parts
 from fedquilt.data.pool import Pool
 from fedquilt.data.scale import Normalise, Scale
 from fedquilt.data.sources.images import image_errors, stacked
-from fedquilt.data.sources.text import Texts, predict_words
+from fedquilt.data.sources.text import Texts, Tokens, predict_words
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.errors.extras import how_to_install
 from fedquilt.names import known
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @remembered
-def hub(
+def hub(  # noqa: PLR0913  # The parameters are settings of the source.
     path: str,  # owner/name on the hub, or a loader of `datasets`: csv, json, parquet, imagefolder.
     config: str = "",  # Configuration of the data set. Empty: its default.
     train: str = "train",  # Split for training.
@@ -71,7 +71,8 @@ def hub(
             )
         texts = [Texts(list(map(str, s[columns.inputs[0]])), _users(s, clients)) for s in splits]
         second = texts[1] if len(texts) > 1 else None
-        return predict_words(texts[0], second, name, vocabulary, length).with_public(public)
+        tokens = Tokens(vocabulary, length)
+        return predict_words(texts[0], second, name, tokens).with_public(public)
     loaded = [columns.arrays(rows, size) for rows in splits]
     client_codes, domain_codes = (_codes(splits, column) for column in (clients, domains))
     target = columns.targets

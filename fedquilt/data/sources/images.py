@@ -28,7 +28,7 @@ SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 
 
 @remembered
-def images(
+def images(  # noqa: PLR0913  # The parameters are settings of the source.
     path: File,  # Path of the folder.
     size: int = 0,  # Pixels per side to resize images to. 0: all must have the same size.
     grey: bool = False,  # Read images with one channel.

@@ -30,7 +30,6 @@ MASK_MODES = ("1", "L", "P", "I", "I;16")  # Pillow's modes with one number a pi
 DEEP_MODES = ("I", "I;16", "F")  # Pillow's modes with more than 8 bits a pixel.
 MASK_BYTES = 8  # Bytes of a class, which is int64
 TOP_LABEL = 254  # Largest class in a file. 255 is usually white, or marks ignored pixels.
-
 Files = tuple[Path, Path]  # An image and its mask.
 
 
@@ -47,7 +46,7 @@ Reader = Callable[[Path, Path], Pair]
 
 
 @remembered
-def masks(
+def masks(  # noqa: PLR0913  # The parameters are settings of the source.
     path: File,  # Path of the folder.
     size: int = 0,  # Pixels per side to which pictures are resized. 0: they keep their size.
     grey: bool = False,  # Read pictures with one channel.

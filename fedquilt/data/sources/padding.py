@@ -17,7 +17,6 @@ from fedquilt.errors import ConfigError, DataError
 
 # "sample" standardises every sample by the mean and standard deviation of its own channels.
 NormaliseEach = Literal[Normalise, "sample"]
-
 MAX_VALUES = 2**28  # Values of one channel of a sample after padding: 1 GiB as float32.
 
 

@@ -7,7 +7,7 @@ import torch
 
 from fedquilt.data import FederatedData, Pool, digits
 from fedquilt.data.plot import blocks, counts, figure
-from fedquilt.data.sources.text import Texts, predict_words
+from fedquilt.data.sources.text import Texts, Tokens, predict_words
 from fedquilt.errors import ConfigError, DataError
 
 
@@ -48,7 +48,7 @@ def test_many_clients_are_summed_up():
 
 def test_many_classes_are_joined_and_padding_is_not_drawn():
     texts = Texts([" ".join(f"w{n}" for n in range(200))], None)
-    data = predict_words(texts, texts, "words", length=400).partition(1)
+    data = predict_words(texts, texts, "words", Tokens(length=400)).partition(1)
     assert int(counts(data).sum()) == 201  # the words and <eos>, not the padding
     assert "204 classes, 4 a column" in blocks(data)
 
