@@ -120,7 +120,7 @@ def round_bars(console: Console) -> Progress:
 
 def say_round(
     console: Console,
-    lead: str,
+    prefix: str,
     rounds: int,
     labels: Labels,
     percent: bool,
@@ -131,7 +131,7 @@ def say_round(
 
     Args:
         console: Console for the line.
-        lead: Text at the beginning of the line, such as the name of the run.
+        prefix: Text at the beginning of the line, such as the name of the run.
         rounds: Number of rounds in all.
         labels: Names of shares whose name is not the number.
         percent: True if the main figure is shown in percent.
@@ -145,7 +145,7 @@ def say_round(
         loss = NOTHING if record.loss is None else f"{record.loss:.3f}"  # No client took part.
         say(
             console,
-            f"{lead}round {count}{stage}  loss {loss}  {figures_line(record, labels, percent)}",
+            f"{prefix}round {count}{stage}  loss {loss}  {figures_line(record, labels, percent)}",
         )
 
 

@@ -108,9 +108,9 @@ def _totals(summary: Mapping[str, Any]) -> str:
     )
 
 
-def show_probe(console: Console, found: Probe) -> None:
+def show_probe(console: Console, measurement: Probe) -> None:
     """Show the speed and memory of a device, and the budget that is proposed for it."""
-    members = {"measured": found.measured, "proposed": found.member}
+    members = {"measured": measurement.measured, "proposed": measurement.member}
     rows = {
         name: {
             "share": f"{member.share:.3g}",
@@ -121,21 +121,21 @@ def show_probe(console: Console, found: Probe) -> None:
         for name, member in members.items()
     }
     show_table(console, "member", rows)
-    target = found.target
+    target = measurement.target
     say(
         console,
-        f"{found.device}: {found.cores} cores, {size(found.memory)} free; in {found.precision} it "
-        f"trains {found.samples_per_second:,.0f} samples a second of what was measured, "
-        f"{found.macs_per_second:.3g} multiply-adds a second",
+        f"{measurement.device}: {measurement.cores} cores, {size(measurement.memory)} free; in "
+        f"{measurement.precision} it trains {measurement.samples_per_second:,.0f} samples a "
+        f"second of what was measured, {measurement.macs_per_second:.3g} multiply-adds a second",
     )
     say(
         console,
-        f"proposed: {found.budget}, with which {target.samples} samples take at most "
+        f"proposed: {measurement.budget}, with which {target.samples} samples take at most "
         f"{target.epoch_seconds:g} s an epoch and {target.memory:.0%} of the memory",
     )
 
 
-def show_export(console: Console, found: Sequence[Exported]) -> None:
+def show_export(console: Console, exported: Sequence[Exported]) -> None:
     """Show the sizes of exported models, and how far their outputs differ from torch's."""
     rows = {
         f"{model.share:g}": {
@@ -143,15 +143,13 @@ def show_export(console: Console, found: Sequence[Exported]) -> None:
             "MACs a sample": model.macs,
             "memory to run": size(model.memory),
         }
-        for model in found
+        for model in exported
     }
     show_table(console, "share", rows)
-    first, max_difference, nets = (
-        found[0],
-        max(model.max_difference for model in found),
-        max(model.nets for model in found),
-    )
-    upto = "up to " if len(found) > 1 else ""
+    first = exported[0]
+    max_difference = max(model.max_difference for model in exported)
+    nets = max(model.nets for model in exported)
+    upto = "up to " if len(exported) > 1 else ""
     averaged = f"{upto}{nets} nets whose logits are averaged; " if nets > 1 else ""
     say(
         console,
@@ -161,15 +159,13 @@ def show_export(console: Console, found: Sequence[Exported]) -> None:
     )
 
 
-def _robustness(found: Exported) -> str:
-    if found.robustness is None:
+def _robustness(exported: Exported) -> str:
+    if exported.robustness is None:
         return ""
-    reason = (
-        " (the clean net, as none was asked for: --robustness)"
-        if found.robustness_by_default
-        else ""
-    )
-    return f", robustness {found.robustness:g}{reason}"
+    reason = ""
+    if exported.robustness_by_default:
+        reason = " (the clean net, as none was asked for: --robustness)"
+    return f", robustness {exported.robustness:g}{reason}"
 
 
 def _names(group: PerClient) -> str:
@@ -177,7 +173,7 @@ def _names(group: PerClient) -> str:
     return " | ".join(dict.fromkeys(device.label for device in group.devices))
 
 
-def show_clients(console: Console, found: PerClient) -> None:
+def show_clients(console: Console, per_client: PerClient) -> None:
     """Show a table of clients by share, and one by domain if there are domains.
 
     Cells are means, with deviations where clients differ.
@@ -186,44 +182,45 @@ def show_clients(console: Console, found: PerClient) -> None:
     def row(group: PerClient) -> dict[str, Any]:
         return {
             "clients": len(group.devices),
-            f"{found.main}, own size": _main_spread(group, "main_own_size"),
-            f"{found.main}, whole model": _main_spread(group, "main_whole_model"),
+            f"{per_client.main}, own size": _main_spread(group, "main_own_size"),
+            f"{per_client.main}, whole model": _main_spread(group, "main_whole_model"),
             "MACs a batch": _spread(group, "macs"),
             "parameters a round": _spread(group, "params"),
-            **({"rounds late": _spread(group, "late", digits=".1f")} if found.has_deadline else {}),
+            **(
+                {"rounds late": _spread(group, "late", digits=".1f")}
+                if per_client.has_deadline
+                else {}
+            ),
         }
 
     show_table(
-        console, "share", {_names(group): row(group) for group in found.by("share").values()}
+        console, "share", {_names(group): row(group) for group in per_client.by("share").values()}
     )
-    if set(found.trained) <= {""}:
-        say(
-            console,
-            f"{100 * found.trained.get('', 0.0):.1f} % of the parameters were trained by somebody",
-        )
+    trained = per_client.trained  # Share of the parameters that each domain has trained.
+    if set(trained) <= {""}:
+        percent = 100 * trained.get("", 0.0)
+        say(console, f"{percent:.1f} % of the parameters were trained by a client")
         return
-    show_table(
-        console,
-        "domain",
-        {
-            domain: {**row(group), "ever trained": f"{100 * found.trained.get(domain, 0.0):.1f} %"}
-            for domain, group in found.by("domain").items()
-        },
-    )
+    rows = {}
+    for domain, group in per_client.by("domain").items():
+        rows[domain] = {**row(group), "ever trained": f"{100 * trained.get(domain, 0.0):.1f} %"}
+    show_table(console, "domain", rows)
 
 
-def _main_spread(group: PerClient, of: str) -> str:
+def _main_spread(group: PerClient, attribute: str) -> str:
     """Return mean and deviation of the main figure."""
     if group.percent:
-        return _spread(group, of, 100, " %")
-    mean, deviation = group.spread(of)
+        return _spread(group, attribute, 100, " %")
+    mean, deviation = group.spread(attribute)
     if math.isnan(mean):
         return "–"
     return f"{mean:.4g}" + (f" ± {deviation:.2g}" if deviation else "")
 
 
-def _spread(group: PerClient, of: str, scale: float = 1.0, unit: str = "", digits: str = "") -> str:
-    mean, deviation = (scale * value for value in group.spread(of))
+def _spread(
+    group: PerClient, attribute: str, scale: float = 1.0, unit: str = "", digits: str = ""
+) -> str:
+    mean, deviation = (scale * value for value in group.spread(attribute))
     if math.isnan(mean):  # No client has a number.
         return "–"
     digits = digits or (".1f" if unit else ",.0f")

@@ -162,14 +162,14 @@ class FederatedData(Pool):
         held_back = replace(self, parts=training, validation_parts=validation)
         return held_back.remembering(self.origin and self.origin.with_validation(share))
 
-    def _check_unshared(self, asked: str) -> None:
+    def _check_unshared(self, request: str) -> None:
         """Refuse parts that list a sample twice."""
         ordered = self.parts.order.sort().values
         shared = ordered[1:][ordered[1:] == ordered[:-1]]
         if len(shared):
             owners = self.parts.owners[self.parts.order == shared[0]].tolist()
             raise DataError(
-                f"{asked}; sample {int(shared[0])} of {self.name} is listed twice, for clients "
+                f"{request}; sample {int(shared[0])} of {self.name} is listed twice, for clients "
                 f"{owners[0]} and {owners[1]}. It could be trained on and held back. Give every "
                 "sample to one client, and once."
             )

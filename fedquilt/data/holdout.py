@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 def held_out(
-    count: int, groups: Tensor | None, name: str, what: str = "samples"
+    count: int, groups: Tensor | None, name: str, noun: str = "samples"
 ) -> tuple[Tensor, Tensor]:
     """Choose a fifth of the samples for testing and log a warning about it.
 
@@ -23,7 +23,7 @@ def held_out(
         groups: (sample,) Client or domain of each sample, of each of which a fifth is chosen. None:
             a fifth of all samples is chosen.
         name: Name of the data for messages.
-        what: Noun for the samples in messages.
+        noun: Noun for the samples in messages.
 
     Returns:
         Positions of the other samples, and of those that are held out.
@@ -35,14 +35,14 @@ def held_out(
     if not len(tests):
         whose = "" if groups is None else " of every client or domain"
         raise DataError(
-            f"{name} has no test part, and {count} {what} are too few to hold out a fifth{whose}."
+            f"{name} has no test part, and {count} {noun} are too few to hold out a fifth{whose}."
         )
     _log.warning(
         "%s has no test part: %d of its %d %s are held out for testing.",
         name,
         len(tests),
         count,
-        what,
+        noun,
     )
     return remaining, tests
 

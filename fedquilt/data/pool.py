@@ -460,13 +460,14 @@ class Pool:
         )
 
 
-def _check_parts(parts: Parts, count: int, what: str) -> None:
+def _check_parts(parts: Parts, count: int, set_name: str) -> None:
     outside = ((parts.order < 0) | (parts.order >= count)).nonzero()
     if len(outside):
         first = int(outside[0])
         client = int(torch.searchsorted(parts.offsets, first, right=True)) - 1
         raise DataError(
-            f"client {client} holds sample {int(parts.order[first])}; the {what} set has {count}."
+            f"client {client} holds sample {int(parts.order[first])}; the {set_name} set has "
+            f"{count}."
         )
 
 

@@ -270,7 +270,7 @@ def check_client(run: Trained, client: int) -> None:
         )
 
 
-def norms_of(run: Trained, asked: NormPolicy | str | None, client: int | None) -> NormPolicy:
+def norms_of(run: Trained, requested: NormPolicy | str | None, client: int | None) -> NormPolicy:
     """Return the norm policy that was asked for, or the one that the method's policy implies.
 
     Statistics that training stored are used. If it stored none they are measured, so that the
@@ -279,17 +279,17 @@ def norms_of(run: Trained, asked: NormPolicy | str | None, client: int | None) -
 
     Args:
         run: A run.
-        asked: Norm policy or its name. None: the one that the method's policy implies.
+        requested: Norm policy or its name. None: the one that the method's policy implies.
         client: Client whose own result is deployed. None: the server's.
 
     Raises:
         ConfigError: The policy is unknown, or needs a client.
     """
     training_policy = run.method.local.norm
-    if asked is None:
+    if requested is None:
         return training_policy.deployed()
     try:
-        policy = norm_policy(asked)
+        policy = norm_policy(requested)
     except ConfigError as error:
         raise ConfigError(f"norms={error}") from error
     if policy.keeps_statistics and (client is None or not training_policy.keeps_statistics):

@@ -57,9 +57,9 @@ def load_model(
         raise RecordError(f"the model in {file} was asked for; {error}.") from error
 
 
-def net_prefix(place: int, count: int) -> str:
+def net_prefix(position: int, count: int) -> str:
     """Return the prefix of a net's weight names. It is empty if there is only one net."""
-    return f"nets.{place}." if count > 1 else ""
+    return f"nets.{position}." if count > 1 else ""
 
 
 def restored(tensors: Weights, note: Note, family: Family) -> nn.Module:

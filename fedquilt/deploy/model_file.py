@@ -333,12 +333,12 @@ def check_weights(
 
 
 def check_names(
-    found: Iterable[str], needed: Iterable[str], allowed: Iterable[str], title: str
+    names: Iterable[str], needed: Iterable[str], allowed: Iterable[str], title: str
 ) -> None:
     """Refuse names that are missing or unexpected.
 
     Args:
-        found: Names of tensors in a file.
+        names: Names of tensors in a file.
         needed: Names that are required.
         allowed: Names that may be there, including the required ones.
         title: Name of the owner of the tensors, for messages.
@@ -346,10 +346,10 @@ def check_names(
     Raises:
         FormatError: A name is missing or unexpected.
     """
-    found, allowed = set(found), set(allowed)
-    if missing := [name for name in needed if name not in found]:
+    names, allowed = set(names), set(allowed)
+    if missing := [name for name in needed if name not in names]:
         raise FormatError(f"{title} has no {missing[0]}{_and_more(missing)}")
-    if unexpected := sorted(found - allowed):
+    if unexpected := sorted(names - allowed):
         raise FormatError(
             f"{title} has the unexpected tensor {unexpected[0]}{_and_more(unexpected)}"
         )
@@ -359,8 +359,10 @@ def _and_more(names: Sequence[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
-def under(lead: str, tensors: Weights) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with `lead`, with that prefix removed."""
+def under(prefix: str, tensors: Weights) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with `prefix`, with that prefix removed."""
     return {
-        name.removeprefix(lead): value for name, value in tensors.items() if name.startswith(lead)
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
     }

@@ -69,11 +69,8 @@ class Trace:
                 raise ConfigError(
                     f"{location}: {name} = {text!r} was found; it is a whole number, 0 or above."
                 )
-        client, start, end = (
-            numbers["client"],
-            numbers["start"],
-            numbers.get("end", self.period or _FOREVER),
-        )
+        client, start = numbers["client"], numbers["start"]
+        end = numbers.get("end", self.period or _FOREVER)
         if client >= num_clients:
             raise ConfigError(
                 f"{location}: there is no client {client}; the fleet has {num_clients}, from 0."
@@ -106,24 +103,17 @@ class Diurnal:
 
     def presence(self, num_clients: int, seed: int) -> Presence:
         """Draw the start of every client's stay, which depends on the seed."""
-        fractions = noise.uniform(
-            torch.tensor(noise.key(seed, 25)), (num_clients,), torch.float64
-        ).numpy()
-        clients, start = (
-            np.arange(num_clients),
-            (fractions * self.spread * self.period).astype(np.int64),
-        )
+        key = torch.tensor(noise.key(seed, 25))
+        fractions = noise.uniform(key, (num_clients,), torch.float64).numpy()
+        clients = np.arange(num_clients)
+        starts = (fractions * self.spread * self.period).astype(np.int64)
+        ends = starts + self.awake
         # A stay that continues in the next period is split into two.
-        wrapped = np.flatnonzero(start + self.awake > self.period)
+        wrapped = np.flatnonzero(ends > self.period)
         return Presence(
             np.concatenate([clients, clients[wrapped]]),
-            np.concatenate([start, np.zeros_like(wrapped)]),
-            np.concatenate(
-                [
-                    np.minimum(start + self.awake, self.period),
-                    start[wrapped] + self.awake - self.period,
-                ]
-            ),
+            np.concatenate([starts, np.zeros_like(wrapped)]),
+            np.concatenate([np.minimum(ends, self.period), ends[wrapped] - self.period]),
             period=self.period,
             name="the daily pattern",
         )
@@ -180,16 +170,16 @@ class Presence:
         slot = self._slot(round)
         return int(self._counts[slot]) if slot >= 0 else 0
 
-    def before(self, round: int, most: int) -> int:
+    def before(self, round: int, max_clients: int) -> int:
         """Return the number of clients drawn before a round. Sums are cached.
 
         Args:
             round: Round, from 0.
-            most: Clients that are drawn in each round, at most.
+            max_clients: Clients that are drawn in each round, at most.
         """
-        sums = self._sums.setdefault(most, [0])
+        sums = self._sums.setdefault(max_clients, [0])
         while len(sums) <= round:
-            sums.append(sums[-1] + min(most, self.count(len(sums) - 1)))
+            sums.append(sums[-1] + min(max_clients, self.count(len(sums) - 1)))
         return sums[round]
 
     def draw(self, round: int, count: int, word: int) -> list[int]:

@@ -68,27 +68,28 @@ class FromCsv(Budgets):
             raise ConfigError(f"{location}: {error}") from error
 
     @staticmethod
-    def _bound(text: str, name: str, where: str) -> float:
+    def _bound(text: str, name: str, location: str) -> float:
         value = quantity(text, name)
         if value is None:
             raise ConfigError(
-                f"{where}: {name} = {text!r} was found; write it like {how_to_write(name)}."
+                f"{location}: {name} = {text!r} was found; write it like {how_to_write(name)}."
             )
         return value
 
 
 _BOUNDS = tuple(field.name for field in fields(Budget))
+# Words in names of columns that describe a link.
 _LINKS = ("link", "speed", "band", "latency", "upload", "download", "mbps")
 
 
 def read_csv(
-    file: str, what: str, needs: Sequence[str], knows: Sequence[str]
+    file: str, content: str, needs: Sequence[str], knows: Sequence[str]
 ) -> list[tuple[int, dict[str, str]]]:
     """Read a CSV table with a header, and refuse unknown columns.
 
     Args:
         file: Path of the file.
-        what: Description of its content for messages, such as "devices".
+        content: Description of its content for messages, such as "devices".
         needs: Columns that must be there.
         knows: Columns that may be there.
 
@@ -102,12 +103,12 @@ def read_csv(
         with Path(file).open(newline="", encoding="utf-8-sig") as opened:
             reader = csv.DictReader(opened, skipinitialspace=True)
             names = [name.strip().lower() for name in reader.fieldnames or ()]
-            _check_columns(file, what, names, needs, knows)
+            _check_columns(file, content, names, needs, knows)
             reader.fieldnames = names
             rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
-            f"the {what} were asked for from {file!r}; it could not be read: {error}."
+            f"the {content} were asked for from {file!r}; it could not be read: {error}."
         ) from error
     for line, row in rows:
         if None in row or None in row.values():
@@ -115,29 +116,26 @@ def read_csv(
                 f"{file}, line {line}: it does not have {len(names)} values as the header has."
             )
     if not rows:
-        raise ConfigError(f"{file!r} was given for {what}; it has a header and no rows.")
+        raise ConfigError(f"{file!r} was given for {content}; it has a header and no rows.")
     return [(line, {name: value.strip() for name, value in row.items()}) for line, row in rows]
 
 
 def _check_columns(
-    file: str, what: str, found: Sequence[str], needs: Sequence[str], knows: Sequence[str]
+    file: str, content: str, names: Sequence[str], needs: Sequence[str], knows: Sequence[str]
 ) -> None:
-    problems = [f"column {name!r} is missing" for name in needs if name not in found]
+    problems = [f"column {name!r} is missing" for name in needs if name not in names]
     problems += [
-        f"column {name!r} is there twice" for name in dict.fromkeys(found) if found.count(name) > 1
+        f"column {name!r} is there twice" for name in dict.fromkeys(names) if names.count(name) > 1
     ]
-    for name in found:
+    for name in names:
         if name not in knows:
-            of_links = any(word in name for word in _LINKS)
-            hint = (
-                "; how fast links are is said by the settings' table link.clock, leave it out"
-                if of_links
-                else ""
-            )
+            hint = ""
+            if any(word in name for word in _LINKS):
+                hint = "; the settings' table link.clock has the speed of links, leave it out"
             problems.append(f"column {name!r} is not known{hint}")
     if problems:
         listed = ", ".join(knows)
         raise ConfigError(
-            f"{file!r} was given for {what}: {'; '.join(problems)}. Columns of such a file: "
+            f"{file!r} was given for {content}: {'; '.join(problems)}. Columns of such a file: "
             f"{listed}."
         )

@@ -428,10 +428,10 @@ def _names(entries: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def _listed(values: Iterable[Any], what: str) -> tuple[Any, ...]:
+def _listed(values: Iterable[Any], description: str) -> tuple[Any, ...]:
     """Return several values as a tuple. A text is refused, because it is one value."""
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ConfigError(f"study was called with {values!r} as {what}; a list fits.")
+        raise ConfigError(f"study was called with {values!r} as {description}; a list fits.")
     return tuple(values)
 
 

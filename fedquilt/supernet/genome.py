@@ -33,13 +33,13 @@ class Genome:
         """Return the configuration of canonical genes."""
         values = [choice.options[gene] for choice, gene in zip(self.choices, genes, strict=True)]
         fields: dict[str, Any] = {
-            kind: tuple(values[i] for i in places) for kind, places in self._kinds.items()
+            kind: tuple(values[i] for i in indices) for kind, indices in self._kinds.items()
         }
         return Config(**fields)
 
-    def is_kept(self, place: int, genes: Sequence[int]) -> bool:
+    def is_kept(self, index: int, genes: Sequence[int]) -> bool:
         """Return True if a choice has an effect, because its block is kept."""
-        choice = self.choices[place]
+        choice = self.choices[index]
         if choice.block is None:
             return True
         depth = self._depths[choice.stage]
@@ -61,32 +61,40 @@ class Genome:
 
     def larger(self, genes: Genes) -> list[int]:
         """Return the choices that can take a larger option."""
-        places = enumerate(zip(genes, self.sizes, strict=True))
+        genes_and_sizes = enumerate(zip(genes, self.sizes, strict=True))
         return [
             index
-            for index, (gene, count) in places
+            for index, (gene, count) in genes_and_sizes
             if gene + 1 < count and self.is_kept(index, genes)
         ]
 
-    def moved(self, genes: Genes, place: int, by: int) -> Genes:
-        """Return the genes with one choice moved to another option."""
-        return self.canonical([gene + by if i == place else gene for i, gene in enumerate(genes)])
+    def moved(self, genes: Genes, index: int, steps: int) -> Genes:
+        """Return the genes with one choice moved to another option.
+
+        Args:
+            genes: Canonical genes.
+            index: Index of the choice.
+            steps: Number of options by which it moves, negative towards smaller ones.
+        """
+        return self.canonical(
+            [gene + steps if i == index else gene for i, gene in enumerate(genes)]
+        )
 
     def __iter__(self) -> Iterator[Genes]:
         """Iterate over the genes of all configurations, each once."""
         depths = [
             range(self.sizes[index]) if self.choices[index].kind == "depths" else (0,)
-            for index in self._places
+            for index in self._indices
         ]
         for depth_genes in product(*depths):
             ranges = [
                 (depth_genes[index],)
                 if self.choices[index].kind == "depths"
                 else range(self.sizes[index] if self.is_kept(index, depth_genes) else 1)
-                for index in self._places
+                for index in self._indices
             ]
             yield from product(*ranges)
 
     @property
-    def _places(self) -> range:
+    def _indices(self) -> range:
         return range(len(self.choices))

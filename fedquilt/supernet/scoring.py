@@ -24,7 +24,6 @@ NUM_MEASURED = 128  # Members on which a predictor is fitted.
 MAX_VALIDATION = 2_000  # Images on which accuracy is measured. Rotation gives four samples of each.
 # Images on which norm statistics are measured. Rotation gives four samples of each.
 MAX_CALIBRATION = 500
-
 # is called with the number of measured members and of all to be measured
 Watch = Callable[[int, int], None]
 

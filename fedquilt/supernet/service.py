@@ -16,7 +16,6 @@ from fedquilt.supernet.space import Config
 from fedquilt.terms import Budget
 
 SERVICE_FLOOR = 0.95  # Least share of a limit's multiply-adds that a member has: `SearchService`.
-
 # is called with the number of searches that are done and of all searches
 Watch = Callable[[int, int], None]
 

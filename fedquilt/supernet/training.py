@@ -352,13 +352,15 @@ class _Trainer:
         for name, momentum in _part(tensors, "momentum/").items():
             self.optimizer.state[parameters[name]]["momentum_buffer"] = momentum.to(self.device)
 
-    def _check_identity(self, found: Mapping[str, Any], path: Path) -> None:
+    def _check_identity(self, stored: Mapping[str, Any], path: Path) -> None:
         expected = json.loads(json.dumps(self.fingerprint))
-        expected, found = (
-            {**fingerprint, **fingerprint["settings"]} for fingerprint in (expected, found)
+        expected, stored = (
+            {**fingerprint, **fingerprint["settings"]} for fingerprint in (expected, stored)
         )
         keys = [key for key in expected if key != "settings"]
-        differing = [f"{key} = {found.get(key)}" for key in keys if found.get(key) != expected[key]]
+        differing = [
+            f"{key} = {stored.get(key)}" for key in keys if stored.get(key) != expected[key]
+        ]
         if differing:
             raise RecordError(
                 f"{path} is the checkpoint of another training: it has {', '.join(differing)}. "

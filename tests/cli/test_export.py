@@ -381,7 +381,7 @@ def test_costs_and_results_of_clients_are_printed(here, capsys):
     out = capsys.readouterr().out
     assert "MACs a batch" in out
     assert "accuracy, own size  accuracy, whole model" in out.splitlines()[0]
-    assert "of the parameters were trained by somebody" in out
+    assert "of the parameters were trained by a client" in out
     Path("own.npz").unlink()
     assert main(["clients", "heterofl"]) == 2
     assert "their data cannot be had" in capsys.readouterr().err

@@ -75,7 +75,7 @@ def test_data_that_cannot_be_plotted_is_refused(tmp_path):
         ConfigError, match=r"'a\.gif' was asked for; a name that ends in \.png, \.svg or \.pdf"
     ):
         figure(small(), tmp_path / "a.gif")
-    with pytest.raises(DataError, match="digits does not say where its samples come from"):
+    with pytest.raises(DataError, match="digits does not have the domain of each sample"):
         blocks(digits().partition(2), "domain")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):

@@ -210,7 +210,7 @@ def test_a_device_without_a_count_is_one(tmp_path):
     [
         (
             "name,share,link_speed\na,1,5\n",
-            "column 'link_speed' is not known; how fast links are is said by the settings",
+            "column 'link_speed' is not known; the settings' table link.clock",
         ),
         ("name,share,bandwidth\na,1,5\n", "settings' table link.clock"),
         (
