@@ -45,10 +45,10 @@ class Interrupted(KeyboardInterrupt):
 class RunLoop:
     """A run that is ready to begin or resume, or the summary of a finished run."""
 
-    experiment: Experiment
-    run: Run | None = None
-    folder: Folder | None = None
-    finished: dict[str, Any] | None = None
+    experiment: Experiment  # All settings.
+    run: Run | None = None  # Run to train. None: the run is finished.
+    folder: Folder | None = None  # Folder that the run writes to. None: nothing is kept.
+    finished: dict[str, Any] | None = None  # Summary of a finished run. None: it is not finished.
     rounds: Path | None = None  # Folder with the rounds of a finished run.
     damage: tuple[str, ...] = ()  # Problems of the files of a finished run.
     source: str = ""  # Source of the settings: a file, the demo or defaults.

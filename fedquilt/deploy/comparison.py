@@ -54,6 +54,12 @@ def largest_difference(
 ) -> float:
     """Return the largest difference between two outputs for the same batch.
 
+    Args:
+        module: Module in evaluation mode, on the CPU.
+        exported: The exported model as a function of a batch.
+        batches: (sample, …) Inputs on which both are compared.
+        kind: Name of the format, for messages.
+
     Raises:
         ExportError: The exported model fails, or a difference is larger than rounding explains.
     """

@@ -40,21 +40,21 @@ class Assignment:
     """A net, and the position in `SizePlan.stocks` of the stock that its weights are in."""
 
     net: Submodel
-    stock: int
+    stock: int  # Position in `SizePlan.stocks`.
 
 
 @dataclass(frozen=True)
 class SizePlan:
     """The stocks of weights that a customizable model holds, and the nets that use them.
 
-    A stock is a widest net, whose weights are held once. `nets_by_share` has the positions of
-    the nets whose logits are averaged, by share.
+    A stock is a widest net, whose weights are stored once. At a share, the logits of one or more
+    nets are averaged.
     """
 
     # Widest net of each group. The channels of narrower nets come first.
     stocks: tuple[Submodel, ...]
-    nets: tuple[Assignment, ...]
-    nets_by_share: Mapping[float, tuple[int, ...]]
+    nets: tuple[Assignment, ...]  # All nets, each with the stock of its weights.
+    nets_by_share: Mapping[float, tuple[int, ...]]  # Positions in `nets` by share.
 
     @staticmethod
     def of(nets_by_share: Mapping[float, Submodels]) -> SizePlan:

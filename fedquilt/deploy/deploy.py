@@ -37,10 +37,10 @@ _log = logging.getLogger(__name__)
 class Deployed:
     """Nets of a run whose logits are averaged, usually one, with final weights and norms."""
 
-    family: Family
-    nets: Submodels
-    states: tuple[Weights, ...]
-    norms: NormPolicy
+    family: Family  # Family that the nets were cut from.
+    nets: Submodels  # Sub-models whose logits are averaged.
+    states: tuple[Weights, ...]  # Weights of each net, with norm statistics if the policy has any.
+    norms: NormPolicy  # Policy that decides what the norms normalize by.
 
     @property
     def cost(self) -> Cost:
@@ -66,7 +66,7 @@ class WeightSource:
     """Weights of a run that are deployed: those of the server, or those of one client."""
 
     run: Trained
-    client: int | None = None
+    client: int | None = None  # Client whose own result is deployed. None: the server's.
 
     def __post_init__(self) -> None:
         run = self.run

@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 class Exported:
     """An exported file, its cost, and the largest difference between its outputs and torch's."""
 
-    format: str
-    file: str
-    bytes: int
-    params: int
-    macs: int
+    format: str  # Name of the format: onnx, pt2 or safetensors.
+    file: str  # Path of the file.
+    bytes: int  # Size of the file.
+    params: int  # Number of parameters of all nets together.
+    macs: int  # Multiply-adds of one sample.
     memory: int  # Bytes for inference on one sample: float32 weights and the largest activations
-    share: float
-    max_difference: float
+    share: float  # Share of the model's channels, added up over the nets.
+    max_difference: float  # Largest difference between the outputs of the file and of torch.
     nets: int  # Number of nets whose logits are averaged
     norms: str  # Name of the norm policy
     # Inputs of the comparison: test or validation samples, or random samples if there is no data
@@ -118,20 +118,20 @@ def export(  # noqa: PLR0913  # Options of `Run.export`
     difference = largest_difference(module, writer.read(data, model), batches, kind)
     cost = deployment.cost
     return Exported(
-        kind,
-        str(path),
-        _written(path, data),
-        cost.params,
-        cost.macs,
-        cost.inference,
-        note["share"],
-        difference,
-        len(deployment.nets),
-        deployment.norms.name,
-        compared,
-        robustness,
-        by_default,
-        run.server.round,
+        format=kind,
+        file=str(path),
+        bytes=_written(path, data),
+        params=cost.params,
+        macs=cost.macs,
+        memory=cost.inference,
+        share=note["share"],
+        max_difference=difference,
+        nets=len(deployment.nets),
+        norms=deployment.norms.name,
+        compared=compared,
+        robustness=robustness,
+        robustness_by_default=by_default,
+        round=run.server.round,
     )
 
 
@@ -194,14 +194,28 @@ def export_sizes(  # noqa: PLR0913  # Options of `Run.export`
         share: largest_difference(model.set(share), restored.set(share), batches, kind)
         for share in model.shares
     }
-    size, results = _written(path, data), []
+    num_bytes = _written(path, data)
+    results = []
     for share, difference in differences.items():
         nets = model.plan.nets_at(share)
         cost = total_cost(family, nets)
-        share_kept = rounded(total_share(family, nets))
-        about_size = (cost.params, cost.macs, cost.inference, share_kept, difference, len(nets))
-        settings = (model.norms, compared, robustness, by_default, run.server.round)
-        results.append(Exported(kind, str(path), size, *about_size, *settings))
+        exported = Exported(
+            format=kind,
+            file=str(path),
+            bytes=num_bytes,
+            params=cost.params,
+            macs=cost.macs,
+            memory=cost.inference,
+            share=rounded(total_share(family, nets)),
+            max_difference=difference,
+            nets=len(nets),
+            norms=model.norms,
+            compared=compared,
+            robustness=robustness,
+            robustness_by_default=by_default,
+            round=run.server.round,
+        )
+        results.append(exported)
     return results
 
 

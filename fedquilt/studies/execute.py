@@ -86,6 +86,7 @@ class Unwatched(Watch):
 class Grounds:
     """Data, model and devices of the last run, which the next run reuses if its settings agree."""
 
+    # The last experiment and its ground. Empty: there was none yet.
     _last: list[tuple[Experiment, Ground]] = field(default_factory=list)
 
     def of(self, experiment: Experiment) -> Ground:

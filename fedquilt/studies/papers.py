@@ -45,7 +45,7 @@ _NUMBER = re.compile(r"[-−]?[\d,]*\.?\d+")
 class Column:
     """One column of a table: its title, and the number of a run that it shows."""
 
-    title: str
+    title: str  # Title of the column.
     value: str  # Text that `fedquilt.studies.values` reads, such as "accuracy 1.0 %"
 
     @cached_property

@@ -272,7 +272,7 @@ def seeds_text(seeds: Sequence[int]) -> str:
 class Cost:
     """Cost of a row's runs until they reached a target, by seed. None: the run never reached it."""
 
-    by_seed: Mapping[int, Milestone | None]
+    by_seed: Mapping[int, Milestone | None]  # Cost of each run. None: it never reached the target.
 
     @property
     def reached(self) -> list[Milestone]:

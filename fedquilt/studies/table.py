@@ -58,7 +58,7 @@ class Cell:
     """Text of one cell, and a flag that marks it as the best of its column."""
 
     text: str = NOTHING
-    is_best: bool = False
+    is_best: bool = False  # True: the cell is marked as the best of its column.
 
     @property
     def starred(self) -> str:

@@ -37,9 +37,8 @@ class Validation:
 
     images: Tensor  # (sample, channel, height, width)
     labels: Tensor  # (sample,)
-    calibration: (
-        Tensor  # (sample, channel, height, width) images on which norm statistics are measured
-    )
+    # (sample, channel, height, width) Images on which norm statistics are measured.
+    calibration: Tensor
 
     def __post_init__(self) -> None:
         if len(self.images) != len(self.labels) or not len(self.images):
@@ -97,9 +96,9 @@ class MeasuredAccuracy:
 class MeasuredMember:
     """A member of a supernet, and its measured accuracy."""
 
-    config: Config
-    costs: MemberCost
-    accuracy: float  # in [0, 1]
+    config: Config  # Choices of the member.
+    costs: MemberCost  # Multiply-adds and parameters.
+    accuracy: float  # Measured accuracy, in [0, 1].
 
 
 def measured_members(
@@ -138,8 +137,8 @@ def measured_members(
 class PredictedAccuracy:
     """A score for `Search`: the accuracy that a fitted predictor gives."""
 
-    meter: Meter
-    predictor: Predictor
+    meter: Meter  # Counter of costs.
+    predictor: Predictor  # Predictor that was fitted on measured members.
 
     def __call__(self, configs: Sequence[Config]) -> Floats:
         """Return the predicted accuracies, (member,)."""

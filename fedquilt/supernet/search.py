@@ -81,8 +81,8 @@ class Options:
 class Found:
     """A member that a search found."""
 
-    config: Config
-    costs: Costs
+    config: Config  # Choices of the member.
+    costs: Costs  # Multiply-adds, parameters, memory and time.
     score: float  # Predicted accuracy, or the proxy: multiply-adds, then parameters.
     limits: Limits  # Limits that the member was searched for.
     scored: int  # Number of members that the search scored.
@@ -231,14 +231,16 @@ class Search:
         if self.options.strategy == "random":
             return self._draw(limits, count)
         filled = self._filled(limits)
-        task = _Task(self, limits, self._least(limits, filled))
+        candidates = _Candidates(self, limits, self._min_macs(limits, filled))
         if self.options.strategy == "exhaustive":
-            self._exhaust(task)
+            self._exhaust(candidates)
         else:
-            self._evolve(task, filled, watch)
-        ranked = sorted(task.scores, key=lambda genes: (task.scores[genes], genes), reverse=True)
+            self._evolve(candidates, filled, watch)
+        ranked = sorted(
+            candidates.scores, key=lambda genes: (candidates.scores[genes], genes), reverse=True
+        )
         return [
-            self._found(genes, task.scores[genes], limits, len(task.scores))
+            self._found(genes, candidates.scores[genes], limits, len(candidates.scores))
             for genes in ranked[:count]
         ]
 
@@ -246,7 +248,7 @@ class Search:
         config = self._genome.config(genes)
         return Found(config, self.meter.costs(config), score, limits, scored)
 
-    def _least(self, limits: Limits, filled: Sequence[Genes]) -> float:
+    def _min_macs(self, limits: Limits, filled: Sequence[Genes]) -> float:
         """Return the fewest multiply-adds that a candidate may have.
 
         Args:
@@ -257,7 +259,7 @@ class Search:
         aim = limits.macs or math.inf
         return self.options.floor * (aim if max_macs >= self.options.floor * aim else max_macs)
 
-    def _exhaust(self, task: _Task) -> None:
+    def _exhaust(self, candidates: _Candidates) -> None:
         if not self.is_enumerable:
             raise ConfigError(
                 f"an exhaustive search of {self.space.name} was asked for; it has "
@@ -265,10 +267,14 @@ class Search:
                 f"configurations, and at most {MAX_ENUMERATED:,} are enumerated. "
                 'strategy="evolution" fits.'
             )
-        is_candidate = self._fitting(task.limits) & (self._column("macs") >= task.least)
-        task.fitness([self._all[index] for index in np.flatnonzero(is_candidate)])
+        is_candidate = self._fitting(candidates.limits) & (
+            self._column("macs") >= candidates.min_macs
+        )
+        candidates.fitness([self._all[index] for index in np.flatnonzero(is_candidate)])
 
-    def _evolve(self, task: _Task, filled: Sequence[Genes], watch: Watch | None) -> None:
+    def _evolve(
+        self, candidates: _Candidates, filled: Sequence[Genes], watch: Watch | None
+    ) -> None:
         """Evolve a population by PyGAD.
 
         Parents are chosen in tournaments and crossed uniformly. Mutation changes single choices.
@@ -280,16 +286,25 @@ class Search:
         random = np.random.default_rng([options.seed, 1])
         start = list(filled[: options.population])
         while len(start) < options.population:
-            start.append(self._fill(self._genome.random(random), task.limits, task.least, random))
+            start.append(
+                self._fill(
+                    self._genome.random(random), candidates.limits, candidates.min_macs, random
+                )
+            )
 
         def mended(algorithm: Any, offspring: NDArray[Any]) -> NDArray[Any]:
             children = [self._genome.canonical(row) for row in offspring.tolist()]
             return np.asarray(
-                [self._fill(child, task.limits, task.least, random) for child in children]
+                [
+                    self._fill(child, candidates.limits, candidates.min_macs, random)
+                    for child in children
+                ]
             )
 
         def fitness(algorithm: Any, rows: NDArray[Any], places: Any) -> list[float]:
-            return task.fitness([self._genome.canonical(row) for row in np.asarray(rows).tolist()])
+            return candidates.fitness(
+                [self._genome.canonical(row) for row in np.asarray(rows).tolist()]
+            )
 
         def report(algorithm: Any) -> None:
             if watch:
@@ -428,17 +443,17 @@ class Search:
 
 
 @dataclass
-class _Task:
+class _Candidates:
     """The candidates of one search and their scores."""
 
     search: Search
-    limits: Limits
-    least: float  # Fewest multiply-adds that a candidate has
-    scores: dict[Genes, float] = field(default_factory=dict)
+    limits: Limits  # Limits of the device.
+    min_macs: float  # Fewest multiply-adds that a candidate has.
+    scores: dict[Genes, float] = field(default_factory=dict)  # Scores of candidates.
 
     def is_candidate(self, genes: Genes) -> bool:
         """Return True if a configuration is within the limits and uses enough of them."""
-        return self.search._macs(genes) >= self.least and not self.search._exceeds(
+        return self.search._macs(genes) >= self.min_macs and not self.search._exceeds(
             genes, self.limits
         )
 

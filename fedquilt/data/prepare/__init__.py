@@ -39,12 +39,12 @@ DOWNLOADS = "downloads"  # Folder of downloaded files, inside that of the files.
 class Prepared:
     """File that was written, and the published files that it was made from."""
 
-    data_set: DataSet
-    path: Path
-    bytes: int
-    sha256: str
-    shapes: Mapping[str, tuple[int, ...]]
-    files: tuple[Fetched, ...]
+    data_set: DataSet  # Data set that was prepared.
+    path: Path  # Path of the .npz file.
+    bytes: int  # Size of the file.
+    sha256: str  # Checksum of the file.
+    shapes: Mapping[str, tuple[int, ...]]  # Shapes of its arrays by name.
+    files: tuple[Fetched, ...]  # Published files that it was made from.
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entries as values that JSON has."""

@@ -49,11 +49,11 @@ class Published:
 class Fetched:
     """Published file on this machine."""
 
-    published: Published
-    path: Path
+    published: Published  # Entry of the catalogue.
+    path: Path  # Path of the local copy.
     origin: str  # URL that it was downloaded from. Empty: it was there already.
-    bytes: int
-    sha256: str
+    bytes: int  # Size of the file.
+    sha256: str  # Checksum of the file.
 
     @property
     def is_checked(self) -> bool:

@@ -39,7 +39,7 @@ class _Header:
     """An array as its header describes it."""
 
     shape: tuple[int, ...]
-    is_fortran: bool
+    is_fortran: bool  # True: values are stored column by column.
     dtype: np.dtype
     size: int  # Bytes of its values
 

@@ -86,7 +86,7 @@ class F1(SumMetric):
 class MicroF1(F1):
     """F1 with the counts of all classes or labels summed up first."""
 
-    average: Average = "micro"
+    average: Average = "micro"  # Average over classes, which is always micro here.
 
 
 @dataclass(frozen=True)
