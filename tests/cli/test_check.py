@@ -1,4 +1,4 @@
-"""`fedquilt check`: a table or JSON, an exit status, and what it refuses."""
+"""`fedquilt check`: a table or JSON, an exit status, and refused requests."""
 
 from __future__ import annotations
 

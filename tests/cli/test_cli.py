@@ -647,7 +647,7 @@ def started(*args: str, cwd: Path) -> subprocess.Popen[str]:
 def test_an_interrupted_run_names_the_command_that_resumes_it(
     own: Path, by: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It ends with status 130 and a checkpoint, and resumed it comes to what it would have come to."""
+    """It ends with status 130 and a checkpoint, and the resumed run has the same result."""
     rounds = own / "a run" / "rounds.jsonl"
     with started("run", *TINY, "--rounds", "3000", "--out", "a run", "--json", cwd=own) as process:
         until = time.monotonic() + 60
@@ -662,8 +662,8 @@ def test_an_interrupted_run_names_the_command_that_resumes_it(
     assert "Traceback" not in err
     done = rounds.read_text().count("\n")
     assert (
-        f"The run was stopped after round {done} of 3000. Continue with: fedquilt run --resume 'a run'"
-        in err
+        f"The run was stopped after round {done} of 3000. Continue with: fedquilt run "
+        "--resume 'a run'" in err
     )
     assert load_state("a run").round == done
     assert told(capsys, "run", "--resume", "a run", "--rounds", str(done + 2))["rounds"] == done + 2

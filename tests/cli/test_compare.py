@@ -52,8 +52,8 @@ def test_a_comparison_that_was_stopped_runs_all_that_was_asked_for(
         assert main(["compare", "fedavg", "heterofl", *QUICK, "--out", "c"]) == 130
     said = capsys.readouterr().err
     assert (
-        "The study was stopped with 0 of 2 runs finished. Continue with: fedquilt compare --resume c"
-        in said
+        "The study was stopped with 0 of 2 runs finished. Continue with: fedquilt compare "
+        "--resume c" in said
     )
     assert not Path("c/heterofl").exists()
     assert list(told(capsys, "compare", "--resume", "c")["entries"]) == ["fedavg", "heterofl"]

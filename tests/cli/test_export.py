@@ -1,4 +1,4 @@
-"""`fedquilt export`: from a run's folder to a file, and what it says when that cannot be."""
+"""`fedquilt export`: from a run's folder to a file, and messages if that is not possible."""
 
 from __future__ import annotations
 

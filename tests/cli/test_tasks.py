@@ -92,7 +92,7 @@ def test_a_resumed_run_keeps_its_own_task(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("data", ["diabetes", "digits-labels"])
 def test_a_run_is_reopened_without_its_data(data: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What its targets were like is in the checkpoint, so that the model and the task are the same."""
+    """The checkpoint describes the targets, so that the model and the task are the same."""
     x = np.random.default_rng(0).normal(size=(40, 10)).astype(np.float32)
     y = x[:, :2].sum(1) if data == "diabetes" else x[:, :3] > 0
     np.savez("own.npz", x_train=x[:30], y_train=y[:30], x_test=x[30:], y_test=y[30:])

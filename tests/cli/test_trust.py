@@ -1,4 +1,4 @@
-"""Commands that open a folder of somebody else run no code that it names, unless it is trusted."""
+"""Commands that open the folder of another user run code that it names only if it is trusted."""
 
 from __future__ import annotations
 

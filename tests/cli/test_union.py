@@ -1,6 +1,4 @@
-"""Several models on the command line and in files: what they make, how they are written, and what
-is refused.
-"""
+"""Several models on the command line and in files: their settings, and refused requests."""
 
 from __future__ import annotations
 

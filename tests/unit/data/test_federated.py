@@ -1,4 +1,4 @@
-"""Pools and federated data: what is refused, what models see, and who holds which samples."""
+"""Pools and federated data: refused arrays, samples as models get them, and parts of clients."""
 
 from __future__ import annotations
 
@@ -118,8 +118,11 @@ def test_arrays_and_lists_become_tensors():
 def test_repr_is_one_line():
     pool = Pool.of((X, Y), (X, Y), name="small")
     assert repr(pool) == "Pool(small: 6 training and 6 test samples of (4,), 3 classes)"
-    dealt = "FederatedData(small: 6 training and 6 test samples of (4,), 3 classes; partitioned among 2 clients)"
-    assert str(pool.partition(2)) == repr(pool.partition(2)) == dealt
+    federated = (
+        "FederatedData(small: 6 training and 6 test samples of (4,), 3 classes; partitioned among "
+        "2 clients)"
+    )
+    assert str(pool.partition(2)) == repr(pool.partition(2)) == federated
     homes = {"domains": Y, "test_domains": Y}
     assert "3 classes, 3 domains)" in repr(Pool.of((X, Y), (X, Y), **homes))
     assert "3 classes, domains a, b, c)" in repr(

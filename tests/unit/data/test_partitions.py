@@ -1,6 +1,4 @@
-"""Deals: nobody goes without, no sample twice, the same by the same seed, and each way's own
-promise.
-"""
+"""Partitions: every client has samples, no sample is assigned twice, and a seed gives equal parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds what, drawn."""
+"""Plots of the samples of each client."""
 
 from __future__ import annotations
 

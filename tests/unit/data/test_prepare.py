@@ -1,6 +1,4 @@
-"""Preparing data sets: small files of the published layouts on a local server become the right
-arrays.
-"""
+"""Small files in published layouts, on a local server, become the right arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One module of several sizes: it answers as the deployed ones do, and holds weights once."""
+"""One module of several sizes: it has the outputs of deployed modules, and stores weights once."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_error_messages_name_a_valid_value(family, play, make_data):
 
 @pytest.mark.parametrize("method", [HeteroFL(), SplitMix(base=0.25)], ids=["heterofl", "splitmix"])
 def test_size_and_robustness_are_chosen_together(method, play, make_data, tmp_path):
-    """As a module that is deployed with both; and it comes back from a file with what was chosen."""
+    """It equals a module deployed with both, and a file restores the share and the robustness."""
     family = fq.trace(
         lambda: fq.dual(fq.models.PreResNet((1, 1), 4, 1, widths=(8, 16))), torch.zeros(2, 1, 6, 6)
     )

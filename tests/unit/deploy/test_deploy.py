@@ -1,4 +1,4 @@
-"""What a device gets: within its budget whatever the method, with norms by a policy one can name."""
+"""Deployed models: within the budget for every method, with norms by a named policy."""
 
 from __future__ import annotations
 

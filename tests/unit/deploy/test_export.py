@@ -1,6 +1,4 @@
-"""Models as files: what is written answers as torch does, for batches of any size, or is not
-written.
-"""
+"""Exported files: they have the outputs of torch for batches of any size, or are not written."""
 
 from __future__ import annotations
 
@@ -130,7 +128,7 @@ def test_a_file_describes_its_content(family, play, make_data, tmp_path):
 
 @pytest.mark.parametrize("kind", [fq.dual, fq.conditioned])
 def test_the_robustness_of_the_file_is_reported(kind, make_data, tmp_path):
-    """Nobody can see it in the file: 0 is written where none was asked for, and that is said too."""
+    """0 is used if no robustness was requested, and the result reports this default."""
     family = fq.trace(kind(net), torch.zeros(2, 1, 4, 4))
     run = fq.prepare(HeteroFL(), family, make_data(family, (9, 8)), fq.Fleet.of((1.0,), 2, 2))
     for asked, told in ((None, (0.0, True)), (0.0, (0.0, False)), (0.8, (0.8, False))):

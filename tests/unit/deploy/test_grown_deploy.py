@@ -1,4 +1,4 @@
-"""Models that are handed out while they grow, and afterwards."""
+"""Growing models that are deployed before and after they have grown."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_splitmix_log_normal_in_eight_bins():
 
 
 def test_splitmix_log_normal_concentrates_around_0_45():
-    """Appendix A.5 of the capacities themselves: in fine bins, their mean (cut off at 1) is 0.45."""
+    """Appendix A.5: in fine bins, the mean of the capacities (cut off at 1) is 0.45."""
     fine = shares(fleets.LogNormal(bins=1000), 20_000)
     assert sum(fine) / len(fine) == pytest.approx(0.45, abs=0.01)
 

@@ -1,4 +1,4 @@
-"""Who takes part: fleets, budgets and cohorts."""
+"""Fleets, budgets and cohorts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a round costs grows with its cohort, not with the population: counted, not timed."""
+"""The cost of a round grows with its cohort, not with the population. Lookups are counted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COHORT = ASKED = 5
 
 
 class Counted(Sequence[Any]):
-    """A sequence that knows who was looked up; whoever goes through all of it looks all of them up."""
+    """A sequence that records which clients were looked up. Iterating looks up all of them."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.values, self.touched = values, []
@@ -36,7 +36,7 @@ class Counted(Sequence[Any]):
 
 
 class CountedParts(Counted):
-    """The same for who holds what; `order` is everybody's samples at once."""
+    """The same for the parts of clients. `order` looks up all clients at once."""
 
     values: Parts
 
@@ -52,7 +52,7 @@ class CountedParts(Counted):
 def touches(
     method, family, make_data, engine: str, num_clients: int, available: Any = None
 ) -> Iterator[list[int]]:
-    """Who was looked up in each of three rounds, all evaluated, and who that may have been."""
+    """Yield the clients that were looked up in each of three rounds, all evaluated."""
     data = make_data(family, (2,) * num_clients, tests=num_clients)
     fleet = fq.Fleet.of((1.0, 0.5), num_clients, COHORT, availability=available)
     looks = fq.Evaluation(clients=ASKED)

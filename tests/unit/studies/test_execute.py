@@ -1,4 +1,4 @@
-"""Planned runs are read, resumed or begun, and end the same whichever it was."""
+"""Planned runs are read, resumed or begun, with the same result."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_an_interrupted_run_resumes_to_the_same_result(own, settings, counting):
 
 
 def test_searched_nets_are_shared_by_runs_that_search_for_the_same_limits(own):
-    """What limits bound decides the nets, so that a run with the account `pair` searches its own."""
+    """Nets depend on what limits bound, so that a run with the account `pair` searches its own."""
     grounds = Grounds()
     searched = [
         Experiment.of(assign(demo("rafl"), ["method"], {"name": "rafl", **options}))

@@ -144,7 +144,7 @@ def test_trained_weights_of_a_growing_model_are_counted(rounds, stages, make_dat
 
 
 def test_traffic_is_that_of_the_records(net, make_data):
-    """Two clients of 6 samples each get and send 75 parameters of 4 bytes, in each of three rounds."""
+    """Two clients of 6 samples get and send 75 parameters of 4 bytes, in each of three rounds."""
     run = prepared(FedAvg(), net, make_data, (1.0,))
     found = MEASURES["traffic"](run, 3)
     assert found == {

@@ -1,4 +1,4 @@
-"""What a column of a table shows, read from text."""
+"""Columns of tables, which are described by text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The service that answers a fleet's queries from a few members."""
+"""The service that gives the devices of a fleet a few different members."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_a_phase_draws_only_from_open_options():
 
 
 def test_shrinking_never_changes_frozen_weights():
-    """Transforms are frozen before the kernel phase; statistics and the teacher while nets shrink."""
+    """Transforms are frozen before the kernel phase, statistics and teacher while nets shrink."""
     run = trainer(replace(QUICK, weight_decay=0.1))
     run.supernet.train()
     started = state(run.supernet)

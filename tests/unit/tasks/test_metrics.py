@@ -1,6 +1,4 @@
-"""Metrics: numbers worked out by hand or by scikit-learn, sums that add up, and the same sums under
-vmap.
-"""
+"""Metrics: numbers by hand or by scikit-learn, sums that add up, and equal sums under vmap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segmentation: soft Dice and its gradient, Dice and IoU of masks, absent classes and empty masks."""
+"""Segmentation: soft Dice and its gradient, Dice and IoU, absent classes and empty masks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Finding a task by name, by its file or from the data; what fits an output, and mistakes that are
-found early.
-"""
+"""Tasks by name, from a file or from the data, and mistakes that are found early."""
 
 from __future__ import annotations
 

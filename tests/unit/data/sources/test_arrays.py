@@ -1,4 +1,4 @@
-"""Arrays in .npz files: sizes are read from headers, and what is broken is named with its array."""
+"""Arrays in .npz files: sizes are read from headers, and broken arrays are reported by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generated images: made from a seed, the same on every machine, with classes that can be learnt."""
+"""Generated images: made from a seed, equal on every machine, with classes that can be learnt."""
 
 from __future__ import annotations
 

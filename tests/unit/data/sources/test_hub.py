@@ -1,4 +1,4 @@
-"""The hub's own loaders, on local files: what is loaded is the same, only the network is left out."""
+"""The hub's own loaders on local files, without a network."""
 
 from __future__ import annotations
 
