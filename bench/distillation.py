@@ -92,7 +92,7 @@ def main() -> None:
     own, public = inputs[:count], inputs[count:]
     targets = torch.arange(count) % 10
     pool = fq.data.Pool.of((own, targets), (own[:10], targets[:10]), public=public)
-    data = pool.dealt(torch.arange(count).split(asked.samples))
+    data = pool.with_parts(torch.arange(count).split(asked.samples))
     family = fq.trace(spec.factory, data.example)
 
     # With this patience no net stops early, so that all methods take as many steps.

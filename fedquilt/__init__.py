@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fedquilt import data, errors, fleets, methods, models, tasks
     from fedquilt.data import FederatedData
     from fedquilt.deploy.customizable import CustomizableModel
-    from fedquilt.deploy.export import load_model
+    from fedquilt.deploy.load import load_model
     from fedquilt.family.dual import conditioned, dual, set_robustness
     from fedquilt.family.family import Family
     from fedquilt.family.stages import with_stages
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "fedquilt.data": ("FederatedData",),
     "fedquilt.deploy.customizable": ("CustomizableModel",),
-    "fedquilt.deploy.export": ("load_model",),
+    "fedquilt.deploy.load": ("load_model",),
     "fedquilt.family.dual": ("conditioned", "dual", "set_robustness"),
     "fedquilt.family.family": ("Family",),
     "fedquilt.family.stages": ("with_stages",),

@@ -22,7 +22,7 @@ def main() -> int:
         return 2
     try:
         end_imports()
-        from fedquilt.cli import main as command
+        from fedquilt.cli.main import main as command
 
         return command()
     except KeyboardInterrupt:

@@ -64,9 +64,10 @@ class CompareRequest(Options):
     yes: Flag = False  # accept more than 1,000 runs
 
     def __call__(self) -> None:
+        """Run or resume the study, and print its tables."""
         self.check_target()
         with output(self.json or self.format != "text") as (console, stdout):
-            from fedquilt.cli.study import prepared, run_study, show_study
+            from fedquilt.cli.study import StudyRequest, prepared, run_study, show_study
             from fedquilt.runs.trust import check_study_code
 
             folder = self.resume or self.out
@@ -80,7 +81,8 @@ class CompareRequest(Options):
             command = shlex.join(
                 ["fedquilt", "compare", *self._entries_resumed, "--resume", str(folder)]
             )
-            study = run_study(plan, folder, self.jobs or 1, console, command, self.yes, grounds)
+            request = StudyRequest(plan, folder, command, self.jobs or 1, self.yes)
+            study = run_study(request, console, grounds)
             show_study(
                 study,
                 "json" if self.json else self.format,
@@ -109,7 +111,8 @@ class CompareRequest(Options):
     def _resumed(self, folder: Path) -> tuple[Plan, dict[str, str]]:
         """Return the study in a folder, or some of its entries, with more rounds on request."""
         from fedquilt.config.toml import assign
-        from fedquilt.studies.plan import STUDY_FILE, Plan, find_entry
+        from fedquilt.studies.entries import find_entry
+        from fedquilt.studies.plan import STUDY_FILE, Plan
 
         plan = Plan.read(folder)
         names = [entry.name for entry in plan.entries]
@@ -129,7 +132,8 @@ class CompareRequest(Options):
     def _planned(self) -> tuple[Plan, dict[str, str]]:
         """Return the study that was asked for, checked, and the source of each entry's settings."""
         from fedquilt.runs.experiment import Experiment
-        from fedquilt.studies.plan import Entry, Plan
+        from fedquilt.studies.entries import Entry
+        from fedquilt.studies.plan import Plan
         from fedquilt.studies.study import check_comparable
 
         if not self.methods:
@@ -171,8 +175,7 @@ class CompareRequest(Options):
         if not self.seeds and len(seeds) > 1:
             raise ConfigError(
                 f"compare {' '.join(self.methods)} was asked for; these have the seeds "
-                f"{sorted(seeds)}. Name the seeds "
-                "of all with --seeds."
+                f"{sorted(seeds)}. Name the seeds of all with --seeds."
             )
         tuning: Settings = {} if self.tuning_rounds is None else {"rounds": self.tuning_rounds}
         options: dict[str, Any] = {"validation": self.validation, "tuning_seeds": self.tuning_seeds}
@@ -194,7 +197,7 @@ class CompareRequest(Options):
     ) -> tuple[CompareRequest, dict[str, tuple[Any, ...]]]:
         """Return the request with those `--set` that concern one entry, and the entry's grid."""
         from fedquilt.config.toml import parse_grid
-        from fedquilt.studies.plan import find_entry
+        from fedquilt.studies.entries import find_entry
 
         assignments = []
         grid = {}

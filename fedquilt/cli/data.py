@@ -46,6 +46,7 @@ class DataRequest:
     json: Flag = False  # print what was written as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
+        """Download and convert the data sets, and print what was written."""
         from fedquilt.cli.show import console_for, print_json
         from fedquilt.data.prepare import Recipe, prepare
         from fedquilt.studies.papers import data_folder

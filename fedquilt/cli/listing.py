@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fedquilt.tasks import Metric, Task
 
 Entry = dict[str, Any]
-
 LISTS = (
     "methods",
     "models",
@@ -110,9 +109,8 @@ def _own_method(name: str) -> type[Method]:
     kind = find(METHODS, name, "method")
     if not (isinstance(kind, type) and issubclass(kind, Method)):
         raise ConfigError(
-            f"list methods {name} was asked for; that is no class of a method, and has no settings "
-            "to list. "
-            "A class derived from fedquilt.methods.Method would work."
+            f"list methods {name} was asked for; that is no class of a method, and has no "
+            "settings to list. A class derived from fedquilt.methods.Method would work."
         )
     return kind
 
@@ -120,10 +118,10 @@ def _own_method(name: str) -> type[Method]:
 def _table(what: str) -> Mapping[str, Any]:
     import fedquilt.runs.experiment  # noqa: F401  # which says what settings are chosen by name
     from fedquilt.data import DATA, PARTITIONS
-    from fedquilt.deploy.export import FORMATS
+    from fedquilt.deploy.formats import FORMATS
     from fedquilt.engines import ENGINES
     from fedquilt.family.norms import NORM_POLICIES
-    from fedquilt.fleets.budgets import FLEETS
+    from fedquilt.fleets.presets import FLEETS
     from fedquilt.methods import METHODS
     from fedquilt.models import MODELS
     from fedquilt.round.link import CODECS, LINKS

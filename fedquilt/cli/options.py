@@ -76,7 +76,6 @@ What = Annotated[
     str, tyro.conf.Positional, tyro.conf.arg(metavar="[methods|models|data|…]", **_quiet)
 ]
 Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]", **_quiet)]
-
 # Flags are shortcuts for settings: `--lr 0.3` is `--set method.local.optimizer.lr=0.3`.
 FLAGS = {
     "method": "method.name",
@@ -303,8 +302,8 @@ class Options(DataOptions):
         if self.model:
             raise ConfigError(
                 f"--supernet {self.supernet} was asked for together with --model "
-                f"{' '.join(self.model)}; nets that "
-                "start from a supernet are searched in its space. One of them fits."
+                f"{' '.join(self.model)}; nets that start from a supernet are searched in its "
+                "space. One of them fits."
             )
         layers: list[tuple[list[str], Any]] = [(["model", "name"], SEARCHED)]
         name = (
@@ -393,6 +392,6 @@ class Options(DataOptions):
             fitting = ", ".join(f"--{name.replace('_', '-')}" for name in ("target", *others))
             raise ConfigError(
                 f"--resume {self.resume} was asked for together with {', '.join(beside)}; a run "
-                "goes on with its own "
-                f"settings, and only --rounds (to train longer), {fitting} and --json go with it."
+                f"keeps its own settings, and only --rounds (to train longer), {fitting} "
+                "and --json go with it."
             )

@@ -57,9 +57,10 @@ class ReproduceRequest:
     trust: Flag = False
 
     def __call__(self) -> None:
+        """Run the rows of the table, and print them with the paper's numbers."""
         with output(self.json or self.format != "text") as (console, stdout):
             from fedquilt.cli.show import print_json, say, show_text_table
-            from fedquilt.cli.study import run_study
+            from fedquilt.cli.study import StudyRequest, run_study
             from fedquilt.config.toml import parse_assignment
             from fedquilt.runs.trust import check_study_code
             from fedquilt.studies.papers import data_folder, read_preset
@@ -99,7 +100,8 @@ class ReproduceRequest:
                     about={"command": command},
                     folders=stored,
                 )
-            study = run_study(plan, folder, self.jobs or 1, console, command, self.yes, wrap=wrap)
+            request = StudyRequest(plan, folder, command, self.jobs or 1, self.yes)
+            study = run_study(request, console, wrap=wrap)
             if self.store:
                 say(console, f"{len(stored)} results are stored in {self.store}")
             part = replace(preset, rows=tuple(chosen_rows(preset, self.rows)))
@@ -126,6 +128,6 @@ class ReproduceRequest:
 
 def _folder_name(table: str) -> str:
     """Return a name for the folder of a table's study."""
-    from fedquilt.studies.plan import folder_name
+    from fedquilt.studies.entries import folder_name
 
     return folder_name(table.removesuffix(".toml").replace("/", "-"))

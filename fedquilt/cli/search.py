@@ -74,6 +74,7 @@ class SearchRequest:
     json: Flag = False  # print the members as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
+        """Search the members, and print them."""
         from fedquilt.cli.show import print_json
 
         with output(self.json) as (console, stdout):
@@ -179,7 +180,7 @@ class SearchRequest:
         }
 
     def _fleet(self) -> dict[Limits, int]:
-        from fedquilt.fleets.budgets import FromCsv
+        from fedquilt.fleets.from_csv import FromCsv
         from fedquilt.supernet.limits import Limits
 
         assert self.fleet is not None
@@ -209,9 +210,8 @@ def validation_on(
     if data.num_classes != supernet.space.num_classes:
         raise ConfigError(
             f"members of {file} were to be measured on {name} with labels {labels}, which are "
-            f"{data.num_classes} "
-            f"classes; it was trained for {supernet.space.num_classes}. The labels that it was "
-            "trained with would work."
+            f"{data.num_classes} classes; it was trained for {supernet.space.num_classes}. The "
+            "labels that it was trained with would work."
         )
     space = supernet.space
     shape, expected = (
@@ -227,13 +227,13 @@ def validation_on(
 
 
 def asked_space(
-    what: str, own: str | None, data: str | None, classes: int | None
+    name: str, space_of_file: str | None, data: str | None, classes: int | None
 ) -> tuple[Space, Supernet | None]:
     """Return the space that a command names, and the supernet if it names a file.
 
     Args:
-        what: Name of a space, `file.py:Class`, or a supernet file.
-        own: Space of a file, as `file.py:Class`, if it is not built in.
+        name: Name of a space, `file.py:Class`, or a supernet file.
+        space_of_file: Space of a file, as `file.py:Class`, if it is not built in.
         data: Data that sets image size and classes of members. None: those of the space or file.
         classes: Number of classes of members. None: that of the data, the space or the file.
     """
@@ -241,11 +241,13 @@ def asked_space(
     from fedquilt.supernet import SPACES, load_supernet, space_by_name
 
     supernet = None
-    if what not in SPACES and Path(what).is_file():
-        supernet = load_supernet(what, type(space_by_name(own)) if own else None)
-    elif own:
-        raise ConfigError(f"--space {own} goes with a supernet file; found {what}.")
-    space = supernet.space if supernet else space_by_name(what)
+    if name not in SPACES and Path(name).is_file():
+        supernet = load_supernet(
+            name, type(space_by_name(space_of_file)) if space_of_file else None
+        )
+    elif space_of_file:
+        raise ConfigError(f"--space {space_of_file} goes with a supernet file; found {name}.")
+    space = supernet.space if supernet else space_by_name(name)
     if data is not None:
         pool = source(data)()
         channels, size = pool.example.shape[1:3]
@@ -255,32 +257,32 @@ def asked_space(
     return (space.with_classes(classes) if classes is not None else space), supernet
 
 
-def probed_blocks(what: str, data: str | None, device: str, console: Console) -> LatencyTable:
+def probed_blocks(name: str, data: str | None, device: str, console: Console) -> LatencyTable:
     """Time the blocks of a space on this machine, and show progress.
 
     Args:
-        what: Name of a space, `file.py:Class`, or a supernet file.
+        name: Name of a space, `file.py:Class`, or a supernet file.
         data: Data that sets image size and classes of members. None: those of the space or file.
         device: Device as torch names it.
         console: Console for progress.
     """
     from fedquilt.supernet.latency import measure_blocks
 
-    space, _ = asked_space(what, None, data, None)
+    space, _ = asked_space(name, None, data, None)
     with progress_bars(console) as report:
         return measure_blocks(
             space, device, watch=lambda done, total: report("time blocks", done, total)
         )
 
 
-def member_entry(found: Found) -> dict[str, Any]:
+def member_entry(member: Found) -> dict[str, Any]:
     """Return a member as values that JSON can hold."""
-    costs = {name: value for name, value in vars(found.costs).items() if value is not None}
-    measured = {} if found.accuracy is None else {"accuracy": found.accuracy}
+    costs = {name: value for name, value in vars(member.costs).items() if value is not None}
+    measured = {} if member.accuracy is None else {"accuracy": member.accuracy}
     return (
         costs
         | measured
-        | {"score": found.score, "limits": found.limits.given, "config": found.config.to_json()}
+        | {"score": member.score, "limits": member.limits.given, "config": member.config.to_json()}
     )
 
 

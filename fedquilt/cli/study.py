@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from fedquilt.cli.playing import Interrupted, settings_lines, title_of, values_of
-from fedquilt.cli.show import print_json, round_bars, say, say_round, show_text_table, watch_bar
+from typing_extensions import override
+
+from fedquilt.cli.progress import round_bars, say_round, watch_bar
+from fedquilt.cli.run_loop import Interrupted, settings_lines, title_of, values_of
+from fedquilt.cli.show import print_json, say, show_text_table
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
 from fedquilt.runs.summaries import UNDER_ATTACK
 from fedquilt.storage.files import write_text
+from fedquilt.studies.entries import PlannedRun
 from fedquilt.studies.execute import Display, Grounds, Watch, finished, torch_settings_restored
-from fedquilt.studies.plan import COMPARISON_FILE, Plan, PlannedRun
+from fedquilt.studies.plan import COMPARISON_FILE, Plan
 from fedquilt.studies.result import Result
 from fedquilt.studies.statistics import check_alike
 from fedquilt.studies.study import Study, run_plan
@@ -94,45 +99,50 @@ def _check_metric(metric: str, task: Task) -> None:
     derived = (f"local_{task.main.name}", *UNDER_ATTACK)
     if metric and metric.partition("/")[0] not in (*names, *derived):
         raise ConfigError(
-            f"--metric {metric} was asked for; nobody records it.{nearest(metric, names)}"
+            f"--metric {metric} was asked for; no run records it.{nearest(metric, names)}"
         )
 
 
+@dataclass(frozen=True)
+class StudyRequest:
+    """Request of a command for a study."""
+
+    plan: Plan  # Plan of the study.
+    folder: Path | None  # Folder of the study. None: nothing is kept.
+    command: str  # Command that resumes the study, for the message if it is interrupted.
+    jobs: int = 1  # Number of runs at the same time.
+    confirmed: bool = False  # True: more than `MAX_RUNS` runs are accepted.
+
+
 def run_study(
-    plan: Plan,
-    folder: Path | None,
-    jobs: int,
+    request: StudyRequest,
     console: Console,
-    command: str,
-    confirmed: bool = False,
     grounds: Grounds | None = None,
     wrap: Callable[[Watch], Watch] | None = None,
 ) -> Study:
     """Run a study with its progress on the console.
 
     Args:
-        plan: Plan of the study.
-        folder: Folder of the study. None: nothing is kept.
-        jobs: Number of runs at the same time.
+        request: Plan and folder of the study, and how it is run.
         console: Console that shows the progress.
-        command: Command that resumes the study, for the message if it is interrupted.
-        confirmed: True: more than `MAX_RUNS` runs are accepted.
         grounds: Data and model that were prepared before. None: there are none.
         wrap: Returns the watch of the study, given the one that shows the progress. None: that one.
     """
-    with StudyProgress(console, plan) as watch:
+    plan, folder = request.plan, request.folder
+    with StudyProgress(console, plan) as progress:
+        watch = wrap(progress) if wrap else progress
         try:
-            return run_plan(plan, folder, jobs, wrap(watch) if wrap else watch, confirmed, grounds)
+            return run_plan(plan, folder, request.jobs, watch, request.confirmed, grounds)
         except KeyboardInterrupt as error:
-            progress = f"The study was stopped with {watch.done} of {plan.num_runs} runs finished."
+            state = f"The study was stopped with {progress.done} of {plan.num_runs} runs finished."
             if folder is None:
                 raise Interrupted(
-                    f"{progress} Nothing of it is kept; with --out DIR it could be resumed."
+                    f"{state} Nothing of it is kept; with --out DIR it could be resumed."
                 ) from error
-            raise Interrupted(f"{progress} Go on with: {command}") from error
+            raise Interrupted(f"{state} Continue with: {request.command}") from error
 
 
-class StudyProgress:
+class StudyProgress(Watch):
     """Progress of a study: bars on a terminal, and elsewhere a line per evaluation.
 
     One bar is for all runs, and one for each that is running.
@@ -165,6 +175,7 @@ class StudyProgress:
         if self._bars is not None:
             self._bars.stop()
 
+    @override
     def begin(self, planned: PlannedRun, display: Display) -> Callable[[Record], None]:
         name = self._name(planned)
         self._begun.add(planned.folder)
@@ -200,6 +211,7 @@ class StudyProgress:
                 )
             self._there = 0
 
+    @override
     def end(self, planned: PlannedRun, result: Result) -> None:
         with self._lock:
             self.done += 1

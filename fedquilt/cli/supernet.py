@@ -63,6 +63,7 @@ class TrainRequest:
     json: Flag = False  # print a summary as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
+        """Train or resume the supernet, and print its summary."""
         from fedquilt.cli.show import print_json, say
 
         with output(self.json) as (console, stdout):
@@ -159,6 +160,7 @@ class ShowRequest:
     json: Flag = False  # print an object as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
+        """Print the choices of the space, or the names of its weights."""
         from fedquilt.cli.show import print_json, say, show_table
 
         with output(self.json) as (console, stdout):
@@ -205,6 +207,7 @@ class ImportRequest:
     json: Flag = False  # print a summary as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
+        """Read the weights, write the supernet, and print its summary."""
         from fedquilt.cli.show import print_json, say
 
         with output(self.json) as (console, stdout):
@@ -243,6 +246,7 @@ class MeasureRequest:
     json: Flag = False  # print the accuracies as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
+        """Measure the members, and print their accuracies."""
         from fedquilt.cli.show import print_json, show_table
 
         with output(self.json) as (console, stdout):
@@ -315,6 +319,7 @@ class SupernetRequest:
     """Train, show, measure or import supernets: nets of many sizes that share their weights."""
 
     def __call__(self) -> None:
+        """Refuse the command, because it needs a second word."""
         raise ConfigError(f"supernet needs a command: {', '.join(SUPERNET_COMMANDS)}.")
 
 
@@ -341,8 +346,8 @@ def _show_summary(console: Console, summary: dict[str, Any]) -> None:
 
     say(
         console,
-        f"space {summary['space']}: images {_sides(summary['images'])}, "
-        f"{summary['classes']} classes, {summary['nets']:,} nets",
+        f"space {summary['space']}: images {_sides(summary['images'])}, {summary['classes']} "
+        f"classes, {summary['nets']:,} nets",
     )
     say(
         console,

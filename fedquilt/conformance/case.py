@@ -48,7 +48,7 @@ def small_data() -> FederatedData:
     )
     parts = torch.arange(count).chunk(NUM_CLIENTS)
     test_parts = torch.arange(TEST_SAMPLES).chunk(NUM_CLIENTS)
-    return few.dealt(parts, test_parts)
+    return few.with_parts(parts, test_parts)
 
 
 @cache  # Tracing it takes longer than most checks.

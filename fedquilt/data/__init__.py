@@ -1,6 +1,6 @@
 """Federated data: data sources, partitions, and the samples that each client holds."""
 
-from fedquilt.data.federated import FederatedData, Pool, Scale
+from fedquilt.data.federated import FederatedData
 from fedquilt.data.partitions import (
     PARTITIONS,
     Dirichlet,
@@ -13,6 +13,8 @@ from fedquilt.data.partitions import (
     Quantity,
 )
 from fedquilt.data.parts import Parts
+from fedquilt.data.pool import Pool
+from fedquilt.data.scale import Scale
 from fedquilt.data.sources import DATA, diabetes, digits, digits_labels, npz, source
 from fedquilt.data.sources.generated import generated
 from fedquilt.data.sources.hub import hub

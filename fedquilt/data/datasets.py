@@ -39,9 +39,8 @@ def arrays_of(dataset: Dataset[Any], what: str) -> tuple[Tensor, Array]:
         if inputs[-1].shape != inputs[0].shape:
             raise DataError(
                 f"{what}: the first input has shape {tuple(inputs[0].shape)} and that of sample "
-                f"{index} "
-                f"{tuple(inputs[-1].shape)}; all must be alike. A transform can crop, pad or "
-                "resize them."
+                f"{index} {tuple(inputs[-1].shape)}; all must be alike. A transform can crop, pad "
+                "or resize them."
             )
     if not inputs:
         raise DataError(
@@ -67,6 +66,5 @@ def _tensor(value: Any, what: str) -> Tensor:
         return torch.as_tensor(value)
     raise DataError(
         f"{what} is a {type(value).__name__}; a tensor or an array is needed, such as a transform "
-        "gives "
-        "(torchvision's ToTensor() for images)."
+        "gives (torchvision's ToTensor() for images)."
     )

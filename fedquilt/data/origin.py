@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from fedquilt.data.federated import Pool
 from fedquilt.data.partitions import Partition
+from fedquilt.data.pool import Pool
 
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made", bound=Pool)
@@ -31,7 +31,7 @@ class Origin:
     seed: int = 0  # Seed of the partition
     validation: float = 0.0  # Share of every client's training samples that is held back
 
-    def dealt(self, partition: Partition, num_clients: int, seed: int) -> Origin:
+    def partitioned(self, partition: Partition, num_clients: int, seed: int) -> Origin:
         """Return the origin of the same samples after they are partitioned among clients.
 
         Args:

@@ -20,7 +20,7 @@ from fedquilt.data.parts import Parts
 from fedquilt.errors import DataError
 
 if TYPE_CHECKING:
-    from fedquilt.data.federated import Pool
+    from fedquilt.data.pool import Pool
 
 # Limit on random shares that are drawn before a partition is given up. It is tried again at least
 # 3 and at most 100 times.
@@ -57,9 +57,8 @@ class Partition:
         """
         if num_clients is not None and not whole(num_clients, 1):
             raise DataError(
-                f"{num_clients!r} clients were asked for; {pool.name} can be dealt to a whole "
-                "number of them, one "
-                "or more."
+                f"{num_clients!r} clients were asked for; {pool.name} can be partitioned among a "
+                "whole number of them, one or more."
             )
         parts, test_parts = self._deal(pool, num_clients, seed)
         return parts.thinned(
@@ -74,14 +73,13 @@ class Partition:
         """Return the number of clients, for partitions that cannot choose it themselves."""
         if num_clients is None:
             raise DataError(
-                f"{type(self).__name__} deals {pool.name} to a number of clients; none was asked "
-                "for."
+                f"{type(self).__name__} partitions {pool.name} among a number of clients; none "
+                "was asked for."
             )
         if num_clients > len(pool.targets):
             raise DataError(
                 f"{num_clients} clients were asked for; {pool.name} has {len(pool.targets)} "
-                "samples, which can serve "
-                "that many at most."
+                "samples, which can serve that many at most."
             )
         return num_clients
 
@@ -90,10 +88,9 @@ class Partition:
         if not pool.has_classes or pool.targets.dim() > 1:
             kind = str(pool.targets.dtype).removeprefix("torch.")
             raise DataError(
-                f"{type(self).__name__} deals by class; a target of {pool.name} has shape "
+                f"{type(self).__name__} partitions by class; a target of {pool.name} has shape "
                 f"{tuple(pool.targets.shape[1:])} and is {kind}. It needs one class for each "
-                "sample, as a whole "
-                "number. Iid, Quantity, Natural and Domains do without classes."
+                "sample, as a whole number. Iid, Quantity, Natural and Domains do without classes."
             )
         return pool.targets, pool.test_targets
 
@@ -165,11 +162,10 @@ class Dirichlet(Partition):
                 return parts
             best = max(best, smallest)
         raise DataError(
-            f"Dirichlet(alpha={self.alpha}) was asked to deal {pool.name} to {clients} clients "
-            "with at least "
-            f"{self.min_size} samples each; in {attempts} draws the poorest had {best} at best. A "
-            "larger alpha, fewer "
-            "clients or a smaller min_size would fit. With equal = true all have the same number."
+            f"Dirichlet(alpha={self.alpha}) was asked to partition {pool.name} among {clients} "
+            f"clients with at least {self.min_size} samples each; in {attempts} draws the poorest "
+            f"had {best} at best. A larger alpha, fewer clients or a smaller min_size would fit. "
+            "With equal = true all have the same number."
         )
 
     def _equal(self, labels: Tensor, clients: int, seed: int) -> Parts:
@@ -225,8 +221,7 @@ class Labels(Partition):
             if len(samples) < len(sharers):
                 raise DataError(
                     f"class {label} has {len(samples)} samples for {len(sharers)} clients that "
-                    "hold it. Fewer clients, "
-                    "or fewer labels a client, would fit."
+                    "hold it. Fewer clients, or fewer labels a client, would fit."
                 )
         return _shared(codes, takers, clients, seed), _shared(test_codes, takers, clients, seed)
 
@@ -285,9 +280,8 @@ class Quantity(Partition):
         if clients * self.min_size > count:
             raise DataError(
                 f"{clients} clients with at least {self.min_size} samples each were asked for; "
-                f"{pool.name} has "
-                f"{count}. {count // self.min_size} clients or min_size = {count // clients} would "
-                "fit."
+                f"{pool.name} has {count}. {count // self.min_size} clients or min_size = "
+                f"{count // clients} would fit."
             )
         word = torch.tensor(noise.key(seed, noise.Stream.QUANTITIES))
         if self.law == "lognormal":
@@ -321,17 +315,17 @@ class Natural(Partition):
     def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
         if pool.clients is None:
             raise DataError(
-                f"{pool.name} does not say whose each sample is, which Natural deals by. Array "
-                "files say it in "
-                "`client_train`; Iid, Dirichlet, Labels and Quantity do without."
+                f"{pool.name} does not have the client of each sample, by which Natural "
+                "partitions. Array files say it in `client_train`; Iid, Dirichlet, Labels and "
+                "Quantity do without."
             )
         users = (torch.bincount(pool.clients) >= self.min_size).nonzero().flatten()
         count = len(users) if num_clients is None else num_clients
         if count > len(users) or not count:
             raise DataError(
                 f"{num_clients or 'all'} clients were asked for; {pool.name} has {len(users)} "
-                "users with at least "
-                f"{self.min_size} samples. Iid() and others deal it to any number."
+                f"users with at least {self.min_size} samples. Iid() and others partition it "
+                "among any number."
             )
         chosen_users = (
             users[noise.order(noise.key(seed, noise.Stream.USERS), len(users))[:count]]
@@ -354,9 +348,9 @@ class Domains(Partition):
     def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
         if pool.domains is None:
             raise DataError(
-                f"{pool.name} does not say where each sample comes from, which Domains deals by. "
-                "Array files say it in "
-                "`domain_train`; Iid, Dirichlet, Labels and Quantity do without."
+                f"{pool.name} does not have the domain of each sample, by which Domains "
+                "partitions. Array files say it in `domain_train`; Iid, Dirichlet, Labels and "
+                "Quantity do without."
             )
         homes = torch.bincount(pool.domains).nonzero().flatten()  # Domains with samples.
         clients = len(homes) if num_clients is None else self._number(pool, num_clients)
@@ -371,8 +365,7 @@ class Domains(Partition):
             if len(samples) < len(sharers):
                 raise DataError(
                     f"domain {_called(pool, home)} has {len(samples)} samples for {len(sharers)} "
-                    "clients. Fewer "
-                    "clients would fit."
+                    "clients. Fewer clients would fit."
                 )
         tests = None if pool.test_domains is None else _renumbered(pool.test_domains, homes)
         return _shared(codes, takers, clients, seed), None if tests is None else _shared(

@@ -165,9 +165,8 @@ def _positions(part: Sequence[int] | Array, client: int, count: int | None) -> n
     # at the first one, because there may be as many as samples.
     if not array.ndim:
         raise DataError(
-            f"the part of client {client} is {array.item()!r:.40}; {_WANTED} An owner a sample is "
-            "dealt by "
-            "Pool.of(train, test, clients=owners).partition()."
+            f"the part of client {client} is {array.item()!r:.40}; {_WANTED} If you know the "
+            "client of each sample, use Pool.of(train, test, clients=owners).partition()."
         )
     if array.dtype.kind == "b":
         if count is not None and array.size != count:

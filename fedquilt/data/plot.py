@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 By = Literal["class", "domain"]
-
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _COLUMNS = 64  # Groups that fit into a line. Neighbouring groups are joined if there are more.
 _BAR = 24  # Characters of the longest bar.
@@ -142,13 +141,13 @@ def figure(data: FederatedData, path: str | Path, by: By = "class", clients: int
 _DATE = {".svg": "Date", ".pdf": "CreationDate"}
 
 
-def _stack(axes: Axes, held: Tensor, names: list[str]) -> None:
+def _stack(axes: Axes, counts: Tensor, names: list[str]) -> None:
     from matplotlib import colormaps
 
     colours: Any = colormaps["tab20"]
-    starts, rows = torch.zeros(len(held)), range(len(held))
+    starts, rows = torch.zeros(len(counts)), range(len(counts))
     for group, name in enumerate(names):
-        sizes = held[:, group]
+        sizes = counts[:, group]
         axes.barh(
             rows, sizes.tolist(), left=starts.tolist(), height=0.9, color=colours(group), label=name
         )
@@ -164,13 +163,12 @@ def _codes(data: FederatedData, by: By) -> tuple[Tensor, int]:
         if not data.has_classes:
             raise DataError(
                 f"{data.name} was asked for by class; its targets are not classes "
-                f"({data.targets.dtype}). Data with "
-                "domains can be drawn by domain."
+                f"({data.targets.dtype}). Data with domains can be drawn by domain."
             )
         return data.targets.cpu(), data.num_classes
     if data.domains is None:
         raise DataError(
-            f"{data.name} does not say where its samples come from; it can be drawn by class."
+            f"{data.name} does not have the domain of each sample; it can be drawn by class."
         )
     return data.domains, int(data.domains.max()) + 1
 
@@ -182,11 +180,11 @@ def _names(data: FederatedData, by: By) -> list[str]:
     ]
 
 
-def _joined(held: Tensor, most: int) -> Tensor:
-    """Sum neighbouring groups until there are at most `most` columns."""
-    width = -(-held.shape[1] // most)
-    pad = -held.shape[1] % width
-    return torch.nn.functional.pad(held, (0, pad)).reshape(len(held), -1, width).sum(2)
+def _joined(counts: Tensor, max_columns: int) -> Tensor:
+    """Sum neighbouring groups until there are at most `max_columns` columns."""
+    width = -(-counts.shape[1] // max_columns)
+    pad = -counts.shape[1] % width
+    return torch.nn.functional.pad(counts, (0, pad)).reshape(len(counts), -1, width).sum(2)
 
 
 def _legend(data: FederatedData, by: By, shown: Tensor) -> str:

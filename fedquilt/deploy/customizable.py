@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fedquilt.axes import Index, Positions
 from fedquilt.data.parts import Array
@@ -36,29 +37,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A net, and the position in `Plan.stocks` of the stock that its weights are in."""
+    """A net, and the position in `SizePlan.stocks` of the stock that its weights are in."""
 
     net: Submodel
-    stock: int
+    stock: int  # Position in `SizePlan.stocks`.
 
 
 @dataclass(frozen=True)
-class Plan:
+class SizePlan:
     """The stocks of weights that a customizable model holds, and the nets that use them.
 
-    A stock is a widest net, whose weights are held once. `depends_on_batch` has the positions of
-    the nets whose logits are averaged, by share.
+    A stock is a widest net, whose weights are stored once. At a share, the logits of one or more
+    nets are averaged.
     """
 
     # Widest net of each group. The channels of narrower nets come first.
     stocks: tuple[Submodel, ...]
-    nets: tuple[Assignment, ...]
-    depends_on_batch: Mapping[float, tuple[int, ...]]
+    nets: tuple[Assignment, ...]  # All nets, each with the stock of its weights.
+    nets_by_share: Mapping[float, tuple[int, ...]]  # Positions in `nets` by share.
 
     @staticmethod
-    def of(depends_on_batch: Mapping[float, Submodels]) -> Plan:
+    def of(nets_by_share: Mapping[float, Submodels]) -> SizePlan:
         """Plan the nets of each share. A net inside another net shares its weights."""
-        nets = dict.fromkeys(net for mix in depends_on_batch.values() for net in mix)
+        nets = dict.fromkeys(net for share_nets in nets_by_share.values() for net in share_nets)
         groups: list[list[Submodel]] = []
         for net in sorted(nets, key=_size, reverse=True):
             stock_group = next((group for group in groups if _inside(net, group[0])), None)
@@ -75,34 +76,35 @@ class Plan:
                 net: Assignment(reordered, position) for net, reordered in inner.items()
             }
         order = list(assignments)
-        return Plan(
+        return SizePlan(
             tuple(stocks),
             tuple(assignments.values()),
             {
-                share: tuple(order.index(net) for net in mix)
-                for share, mix in depends_on_batch.items()
+                share: tuple(order.index(net) for net in share_nets)
+                for share, share_nets in nets_by_share.items()
             },
         )
 
-    def with_nets(self, nets: Sequence[Submodel]) -> Plan:
+    def with_nets(self, nets: Sequence[Submodel]) -> SizePlan:
         """Return the plan with other sub-models: those of the stocks, then those of the nets."""
         stocks, new_nets = nets[: len(self.stocks)], nets[len(self.stocks) :]
         assignments = tuple(
             Assignment(net, old.stock) for net, old in zip(new_nets, self.nets, strict=True)
         )
-        return Plan(tuple(stocks), assignments, self.depends_on_batch)
+        return SizePlan(tuple(stocks), assignments, self.nets_by_share)
 
-    def mix(self, share: float) -> Submodels:
+    def nets_at(self, share: float) -> Submodels:
         """Return the nets whose logits are averaged at a share."""
-        return tuple(self.nets[position].net for position in self.depends_on_batch[share])
+        return tuple(self.nets[position].net for position in self.nets_by_share[share])
 
     def to_note(self) -> Note:
+        """Return the plan as plain values, for the note of a file."""
         return {
             "stocks": [stock.to_dict() for stock in self.stocks],
             "nets": [
                 {**assignment.net.to_dict(), "stock": assignment.stock} for assignment in self.nets
             ],
-            "mixes": [[share, list(nets)] for share, nets in self.depends_on_batch.items()],
+            "mixes": [[share, list(nets)] for share, nets in self.nets_by_share.items()],
         }
 
     def check(
@@ -130,8 +132,9 @@ class Plan:
                 )
 
     @staticmethod
-    def from_note(note: Mapping[str, Any]) -> Plan:
-        return Plan(
+    def from_note(note: Mapping[str, Any]) -> SizePlan:
+        """Return the plan that `to_note` described."""
+        return SizePlan(
             tuple(Submodel.from_dict(stock) for stock in note["stocks"]),
             tuple(Assignment(Submodel.from_dict(net), net["stock"]) for net in note["nets"]),
             {share: tuple(nets) for share, nets in note["mixes"]},
@@ -142,14 +145,13 @@ def _size(net: Submodel) -> int:
     return sum(width for _, width in net.arch.widths)
 
 
-def _inside(one: Submodel, other: Submodel) -> bool:
+def _inside(inner: Submodel, outer: Submodel) -> bool:
     """Return True if all channels of a net are channels of another net."""
-    if (one.scope, one.arch.variant) != (
-        other.scope,
-        other.arch.variant,
-    ) or one.index.keys() != other.index.keys():
+    if (inner.scope, inner.arch.variant) != (outer.scope, outer.arch.variant):
         return False
-    return all(set(positions) <= set(other.index[axis]) for axis, positions in one.index.items())
+    if inner.index.keys() != outer.index.keys():
+        return False
+    return all(set(positions) <= set(outer.index[axis]) for axis, positions in inner.index.items())
 
 
 def _ordered(group: Sequence[Submodel]) -> tuple[Submodel, dict[Submodel, Submodel]]:
@@ -197,7 +199,7 @@ class CustomizableModel(nn.Module):
     def __init__(
         self,
         family: Family,
-        plan: Plan,
+        plan: SizePlan,
         weights: Sequence[Weights],
         statistics: Sequence[Weights],
         norms: str,
@@ -222,7 +224,7 @@ class CustomizableModel(nn.Module):
         if not all(has_statistics(family.member(stock), state) for stock, state in stocks):
             forget_statistics(self.stocks)  # Every net has its own statistics, or none.
         self.requires_grad_(False).eval()
-        self._share = next(iter(plan.depends_on_batch))
+        self._share = next(iter(plan.nets_by_share))
         self._robustness: float | None = None
         # Modules around the tensors of the stocks, by share. A dictionary hides them from
         # nn.Module, which would count and move the shared tensors again.
@@ -233,7 +235,7 @@ class CustomizableModel(nn.Module):
     @property
     def shares(self) -> tuple[float, ...]:
         """Return the shares that can be set."""
-        return tuple(self.plan.depends_on_batch)
+        return tuple(self.plan.nets_by_share)
 
     @property
     def share(self) -> float:
@@ -273,6 +275,7 @@ class CustomizableModel(nn.Module):
             self._share = share  # Set last, so that an error changes nothing.
         return self
 
+    @override
     def forward(self, *inputs: Any) -> Tensor:
         outputs: Tensor = self._members[self._share](*inputs)
         return outputs
@@ -295,12 +298,11 @@ class CustomizableModel(nn.Module):
             if not has_statistics(self._family.member(assignment.net), state):
                 forget_statistics(module)
             nets.append(module.requires_grad_(False).eval())
-        self._members = {
-            share: nets[mix[0]]
-            if len(mix) == 1
-            else Ensemble(nets[position] for position in mix).eval()
-            for share, mix in self.plan.depends_on_batch.items()
-        }
+        self._members = {}
+        for share, positions in self.plan.nets_by_share.items():
+            share_nets = [nets[position] for position in positions]
+            is_single = len(share_nets) == 1
+            self._members[share] = share_nets[0] if is_single else Ensemble(share_nets).eval()
         self.set(robustness=self._robustness)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -356,7 +358,7 @@ class CustomizableModel(nn.Module):
         Raises:
             FormatError: Nets or tensors do not fit the family, or each other.
         """
-        plan = Plan.from_note(note)
+        plan = SizePlan.from_note(note)
         prefixes = [f"stocks.{position}." for position in range(len(plan.stocks))]
         prefixes += [f"statistics.{position}." for position in range(len(plan.nets))]
         values = [under(prefix, tensors) for prefix in prefixes]
@@ -404,24 +406,21 @@ def customizable(
     Raises:
         ConfigError: There are no shares, or their nets have several architectures.
     """
-    source, policy, family = (
-        WeightSource(run, client),
-        norms_of(run, norms, client),
-        run.world.family,
-    )
+    source = WeightSource(run, client)
+    policy = norms_of(run, norms, client)
+    family = run.world.family
     try:
         budgets = {float(share): Budget(share=float(share)) for share in shares}
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"a customizable model of shares={shares!r} was asked for; several numbers in (0, 1] "
-            "fit, such as "
-            "shares=(1, 0.5)."
+            "fit, such as shares=(1, 0.5)."
         ) from error
     if not budgets:
         raise ConfigError(
             "a customizable model was asked for without shares; give some, such as shares=(1, 0.5)."
         )
-    plan = Plan.of({share: source.nets(budget) for share, budget in budgets.items()})
+    plan = SizePlan.of({share: source.nets(budget) for share, budget in budgets.items()})
     check_nets(run, (assignment.net for assignment in plan.nets), policy)
     # Tracked statistics are stored with the weights: narrower nets have views of the wider one's.
     has_tracked = policy.tracks
@@ -436,9 +435,8 @@ def customizable(
     if family.layout.nets and len(variants := {net.arch.variant for net in nets}) > 1:
         raise ConfigError(
             f"one customizable model of shares {', '.join(f'{share:g}' for share in budgets)} was "
-            "asked for; these are "
-            f"nets of several architectures: {', '.join(sorted(variants))}. Deploy each by itself: "
-            "run.deploy(budget)."
+            f"asked for; these are nets of several architectures: {', '.join(sorted(variants))}. "
+            "Deploy each by itself: run.deploy(budget)."
         )
     family, nets_alone, renamed = alone(family, nets, (*weights, *statistics))
     plan = plan.with_nets(nets_alone)

@@ -40,10 +40,10 @@ _log = logging.getLogger(__name__)
 class Deployed:
     """Nets of a run whose logits are averaged, usually one, with final weights and norms."""
 
-    family: Family
-    nets: Submodels
-    states: tuple[Weights, ...]
-    norms: NormPolicy
+    family: Family  # Family that the nets were cut from.
+    nets: Submodels  # Sub-models whose logits are averaged.
+    states: tuple[Weights, ...]  # Weights of each net, with norm statistics if the policy has any.
+    norms: NormPolicy  # Policy that decides what the norms normalize by.
 
     @property
     def cost(self) -> Cost:
@@ -69,7 +69,7 @@ class WeightSource:
     """Weights of a run that are deployed: those of the server, or those of one client."""
 
     run: Trained
-    client: int | None = None
+    client: int | None = None  # Client whose own result is deployed. None: the server's.
 
     def __post_init__(self) -> None:
         run = self.run
@@ -163,10 +163,9 @@ class WeightSource:
                 return states
             raise ConfigError(
                 f"norms={norms.name!r} was asked for; {type(self.run.method).__name__} trained "
-                "with norm = "
-                f"{self.run.method.local.norm.name!r}, which stores no statistics with the "
-                "weights. 'post' measures "
-                "them over training data, and 'batch' does without."
+                f"with norm = {self.run.method.local.norm.name!r}, which stores no statistics "
+                "with the weights. 'post' measures them over training data, and 'batch' does "
+                "without."
             )
         states = [
             {name: value for name, value in state.items() if name not in statistics}
@@ -276,7 +275,7 @@ def check_client(run: Trained, client: int) -> None:
         )
 
 
-def norms_of(run: Trained, asked: NormPolicy | str | None, client: int | None) -> NormPolicy:
+def norms_of(run: Trained, requested: NormPolicy | str | None, client: int | None) -> NormPolicy:
     """Return the norm policy that was asked for, or the one that the method's policy implies.
 
     Statistics that training stored are used. If it stored none they are measured, so that the
@@ -285,17 +284,17 @@ def norms_of(run: Trained, asked: NormPolicy | str | None, client: int | None) -
 
     Args:
         run: A run.
-        asked: Norm policy or its name. None: the one that the method's policy implies.
+        requested: Norm policy or its name. None: the one that the method's policy implies.
         client: Client whose own result is deployed. None: the server's.
 
     Raises:
         ConfigError: The policy is unknown, or needs a client.
     """
     training_policy = run.method.local.norm
-    if asked is None:
+    if requested is None:
         return training_policy.deployed()
     try:
-        policy = norm_policy(asked)
+        policy = norm_policy(requested)
     except ConfigError as error:
         raise ConfigError(f"norms={error}") from error
     if policy.keeps_statistics and (client is None or not training_policy.keeps_statistics):
@@ -307,9 +306,8 @@ def norms_of(run: Trained, asked: NormPolicy | str | None, client: int | None) -
     if policy.owner == "client" and client is None:
         raise ConfigError(
             f"norms={policy.name!r} was asked for, which measures the norms' statistics over the "
-            "samples of one "
-            "client. Say whose: client=0 in Python, --client 0 on the command line. 'post' "
-            "measures over all."
+            "samples of one client. Say whose: client=0 in Python, --client 0 on the command "
+            "line. 'post' measures over all."
         )
     return policy
 
@@ -350,14 +348,13 @@ def check_within(run: Trained, nets: Submodels, budget: Budget) -> None:
         )
         raise BudgetError(
             f"{type(run.method).__name__} trains {kind}, of {count:,} parameters; the budget "
-            f"{budget} allows less: "
-            f"{'; '.join(excess)}."
+            f"{budget} allows less: {'; '.join(excess)}."
         )
     if budget.share is not None and (share := total_share(family, nets)) > budget.share + _ROUNDING:
         _log.warning(
-            "a share of %g was asked for; what is deployed has %.4g: every axis keeps at least one "
-            "channel, and some "
-            "methods round up. A budget of params, macs or memory is never exceeded.",
+            "a share of %g was asked for; what is deployed has %.4g: every axis keeps at least "
+            "one channel, and some methods round up. A budget of params, macs or memory is never "
+            "exceeded.",
             budget.share,
             share,
         )

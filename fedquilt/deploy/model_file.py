@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from fedquilt.deploy.trained import Trained
 
 Note = dict[str, Any]
-
 MAX_INPUT_VALUES = 2**28  # Largest number of values in one sample of a model from a file
 MAX_NETS = 1_024  # Largest number of nets in a file
-
 _INPUT_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
@@ -83,8 +81,8 @@ def read(
             if not isinstance(note, dict) or not {"layout", "nets"} <= note.keys():
                 raise FormatError(
                     "its notes do not say which nets it holds. `fedquilt export --format "
-                    "safetensors` writes such "
-                    "files; checkpoints of a run are read by fedquilt.load"
+                    "safetensors` writes such files; checkpoints of a run are read by "
+                    "fedquilt.load"
                 )
             check_note(note)
             if problem := too_large(_example_bytes(note), max_bytes):
@@ -148,10 +146,10 @@ def _check_plan(note: Note) -> None:
         whole(net.get("stock")) and net["stock"] < len(note["stocks"]) for net in note["nets"]
     ):
         raise FormatError("a net of its note has no stock")
-    depends_on_batch = note.get("mixes")
-    if not isinstance(depends_on_batch, list) or not 1 <= len(depends_on_batch) <= MAX_NETS:
+    nets_by_share = note.get("mixes")
+    if not isinstance(nets_by_share, list) or not 1 <= len(nets_by_share) <= MAX_NETS:
         raise FormatError(f"mixes of its note are no list of 1 to {MAX_NETS:,} shares")
-    for mix in depends_on_batch:
+    for mix in nets_by_share:
         if (
             not isinstance(mix, list)
             or len(mix) != 2
@@ -161,9 +159,7 @@ def _check_plan(note: Note) -> None:
             raise FormatError("a mix of its note is no share with a list of nets")
         if not 1 <= len(mix[1]) <= count or not all(whole(net) and net < count for net in mix[1]):
             raise FormatError(f"the share {mix[0]:g} of its note has nets that are not there")
-    if not _is_number(note.get("share")) or note["share"] not in [
-        mix[0] for mix in depends_on_batch
-    ]:
+    if not _is_number(note.get("share")) or note["share"] not in [mix[0] for mix in nets_by_share]:
         raise FormatError("share of its note is none of its mixes")
 
 
@@ -337,12 +333,12 @@ def check_weights(
 
 
 def check_names(
-    found: Iterable[str], needed: Iterable[str], allowed: Iterable[str], title: str
+    names: Iterable[str], needed: Iterable[str], allowed: Iterable[str], title: str
 ) -> None:
     """Refuse names that are missing or unexpected.
 
     Args:
-        found: Names of tensors in a file.
+        names: Names of tensors in a file.
         needed: Names that are required.
         allowed: Names that may be there, including the required ones.
         title: Name of the owner of the tensors, for messages.
@@ -350,10 +346,10 @@ def check_names(
     Raises:
         FormatError: A name is missing or unexpected.
     """
-    found, allowed = set(found), set(allowed)
-    if missing := [name for name in needed if name not in found]:
+    names, allowed = set(names), set(allowed)
+    if missing := [name for name in needed if name not in names]:
         raise FormatError(f"{title} has no {missing[0]}{_and_more(missing)}")
-    if unexpected := sorted(found - allowed):
+    if unexpected := sorted(names - allowed):
         raise FormatError(
             f"{title} has the unexpected tensor {unexpected[0]}{_and_more(unexpected)}"
         )
@@ -363,8 +359,10 @@ def _and_more(names: Sequence[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
-def under(lead: str, tensors: Weights) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with `lead`, with that prefix removed."""
+def under(prefix: str, tensors: Weights) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with `prefix`, with that prefix removed."""
     return {
-        name.removeprefix(lead): value for name, value in tensors.items() if name.startswith(lead)
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
     }

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fedquilt import noise
 from fedquilt.data import FederatedData
-from fedquilt.data.federated import Scale
 from fedquilt.data.parts import Parts
+from fedquilt.data.scale import Scale
 from fedquilt.engines.client_inputs import ClientInputs
 from fedquilt.engines.data_checks import check_inputs, check_targets
 from fedquilt.engines.options import EngineOptions

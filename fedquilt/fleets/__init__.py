@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fedquilt.fleets.budgets import (
+from fedquilt.fleets.budgets import Budgets
+from fedquilt.fleets.from_csv import FromCsv
+from fedquilt.fleets.presets import (
     FIVE_SHARES,
     FLEETS,
-    Budgets,
     ByNet,
     Clusters,
     FlopLimited,
-    FromCsv,
     Given,
     Groups,
     Income,

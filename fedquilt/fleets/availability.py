@@ -1,7 +1,4 @@
-"""Availability of clients: traces and daily patterns.
-
-Both are indexed once. The cost of drawing a cohort then depends on its size, not on the fleet's.
-"""
+"""Availability of clients: traces and daily patterns."""
 
 from __future__ import annotations
 
@@ -18,17 +15,23 @@ from numpy.typing import NDArray
 from fedquilt import noise
 from fedquilt.checks import File, within
 from fedquilt.errors import ConfigError
-from fedquilt.fleets.budgets import read_csv
+from fedquilt.fleets.from_csv import read_csv
 
 Ints = NDArray[np.int64]
-
 _FOREVER = np.iinfo(np.int64).max
 
 
 class Availability(Protocol):
     """A setting that determines which clients are available in which rounds."""
 
-    def presence(self, num_clients: int, seed: int) -> Presence: ...
+    def presence(self, num_clients: int, seed: int) -> Presence:
+        """Return the stays of all clients.
+
+        Args:
+            num_clients: Number of clients in the fleet.
+            seed: Random seed. Settings without randomness ignore it.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Trace:
         within(self, period="[0, inf)")
 
     def presence(self, num_clients: int, seed: int) -> Presence:
+        """Read the stays of all clients from the file. The seed has no effect."""
         rows = read_csv(
             self.file, "availability", needs=("client", "start"), knows=("client", "start", "end")
         )
@@ -65,17 +69,14 @@ class Trace:
                 raise ConfigError(
                     f"{location}: {name} = {text!r} was found; it is a whole number, 0 or above."
                 )
-        client, start, end = (
-            numbers["client"],
-            numbers["start"],
-            numbers.get("end", self.period or _FOREVER),
-        )
+        client, start = numbers["client"], numbers["start"]
+        end = numbers.get("end", self.period or _FOREVER)
         if client >= num_clients:
             raise ConfigError(
                 f"{location}: there is no client {client}; the fleet has {num_clients}, from 0."
             )
         if not start < end or (self.period and end > self.period):
-            period_hint = f" and lies within the period of {self.period}" if self.period else ""
+            period_hint = f" and is within the period of {self.period}" if self.period else ""
             raise ConfigError(
                 f"{location}: a stay from {start} to {end} was found; it ends after it "
                 f"starts{period_hint}."
@@ -101,24 +102,18 @@ class Diurnal:
         within(self, awake=f"[1, {self.period}]")
 
     def presence(self, num_clients: int, seed: int) -> Presence:
-        fractions = noise.uniform(
-            torch.tensor(noise.key(seed, noise.Stream.AWAKE_HOURS)), (num_clients,), torch.float64
-        ).numpy()
-        clients, start = (
-            np.arange(num_clients),
-            (fractions * self.spread * self.period).astype(np.int64),
-        )
+        """Draw the start of every client's stay, which depends on the seed."""
+        key = torch.tensor(noise.key(seed, noise.Stream.AWAKE_HOURS))
+        fractions = noise.uniform(key, (num_clients,), torch.float64).numpy()
+        clients = np.arange(num_clients)
+        starts = (fractions * self.spread * self.period).astype(np.int64)
+        ends = starts + self.awake
         # A stay that continues in the next period is split into two.
-        wrapped = np.flatnonzero(start + self.awake > self.period)
+        wrapped = np.flatnonzero(ends > self.period)
         return Presence(
             np.concatenate([clients, clients[wrapped]]),
-            np.concatenate([start, np.zeros_like(wrapped)]),
-            np.concatenate(
-                [
-                    np.minimum(start + self.awake, self.period),
-                    start[wrapped] + self.awake - self.period,
-                ]
-            ),
+            np.concatenate([starts, np.zeros_like(wrapped)]),
+            np.concatenate([np.minimum(ends, self.period), ends[wrapped] - self.period]),
             period=self.period,
             name="the daily pattern",
         )
@@ -128,11 +123,10 @@ AVAILABILITY: dict[str, type[Trace] | type[Diurnal]] = {"trace": Trace, "diurnal
 
 
 class Presence:
-    """Stays (client, start, end) of clients, indexed by a segment tree over rounds.
+    """Stays of clients, each from a start to an end, and draws from the clients of a round.
 
-    The leaves are the intervals between rounds at which a client comes or goes. A stay is stored at
-    the O(log) nodes that tile it. The clients of a round are thus the O(log) lists between a leaf
-    and the root. They can be counted and drawn from without listing all of them.
+    Starts and ends cut the rounds into slots. The rounds of one slot have the same clients, which
+    a comparison of all stays with the slot finds.
 
     Args:
         clients: (stay,) Client of each stay.
@@ -145,65 +139,47 @@ class Presence:
     def __init__(
         self, clients: Ints, starts: Ints, ends: Ints, period: int = 0, name: str = "availability"
     ) -> None:
-        self.period, self.name = period, name
+        self.period = period
+        self.name = name
         self._sums: dict[int, list[int]] = {}
-        open_end = ends == _FOREVER
-        # Rounds between two neighbouring cuts have the same clients. After the last cut only stays
-        # without an end remain.
-        self._cuts = np.unique(np.concatenate([starts, ends[~open_end]]))
+        has_no_end = ends == _FOREVER
+        # First round of each slot. After the last one only stays without an end remain.
+        self._cuts = np.unique(np.concatenate([starts, ends[~has_no_end]]))
         # Round from which on no client is available. None: there is no such round.
-        self.last = None if period or open_end.any() else int(self._cuts[-1])
-        size = self._size = len(self._cuts)
-        client, left, right = _merged(
-            clients,
-            np.searchsorted(self._cuts, starts),
-            np.where(open_end, size, np.searchsorted(self._cuts, ends)),
-            size,
-        )
-        left, right = left + size, right + size
-        nodes, owners = [], []
-        while len(client):
-            odd = (left & 1).astype(bool)
-            nodes.append(left[odd])
-            owners.append(client[odd])
-            left = left + odd
-            odd = (right & 1).astype(bool)
-            right = right - odd
-            nodes.append(right[odd])
-            owners.append(client[odd])
-            left, right = left >> 1, right >> 1
-            unfinished = left < right
-            client, left, right = client[unfinished], left[unfinished], right[unfinished]
-        node, owner = np.concatenate(nodes), np.concatenate(owners)
-        order = np.lexsort((owner, node))
-        self._owners = owner[order].astype(np.int32)
-        self._offsets = np.searchsorted(node[order], np.arange(2 * size + 1))
+        self.last = None if period or has_no_end.any() else int(self._cuts[-1])
+
+        num_slots = len(self._cuts)
+        first_slots = np.searchsorted(self._cuts, starts)
+        end_slots = np.where(has_no_end, num_slots, np.searchsorted(self._cuts, ends))
+        # (stay,) Client, first slot, and slot after the last one.
+        self._clients, self._first, self._end = _merged(clients, first_slots, end_slots, num_slots)
+        arrivals = np.bincount(self._first, minlength=num_slots + 1)
+        departures = np.bincount(self._end, minlength=num_slots + 1)
+        self._counts = np.cumsum(arrivals - departures)  # (slot,) Number of available clients.
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a checksum that is equal if the same clients are drawn.
-
-        It is computed from the index, because the order of the index determines the draws.
-        """
-        digest = hashlib.sha256(f"{self.period} {self._size}".encode())
-        for array in (self._cuts, self._offsets, self._owners):
-            digest.update(array.tobytes())
+        """Return a checksum that is equal if the same clients are drawn."""
+        digest = hashlib.sha256(str(self.period).encode())
+        for array in (self._cuts, self._clients, self._first, self._end):
+            digest.update(array.astype(np.int64).tobytes())
         return digest.hexdigest()[:16]
 
     def count(self, round: int) -> int:
         """Return the number of clients that are available in a round."""
-        return sum(stop - start for start, stop in self._lists(round))
+        slot = self._slot(round)
+        return int(self._counts[slot]) if slot >= 0 else 0
 
-    def before(self, round: int, most: int) -> int:
+    def before(self, round: int, max_clients: int) -> int:
         """Return the number of clients drawn before a round. Sums are cached.
 
         Args:
             round: Round, from 0.
-            most: Clients that are drawn in each round, at most.
+            max_clients: Clients that are drawn in each round, at most.
         """
-        sums = self._sums.setdefault(most, [0])
+        sums = self._sums.setdefault(max_clients, [0])
         while len(sums) <= round:
-            sums.append(sums[-1] + min(most, self.count(len(sums) - 1)))
+            sums.append(sums[-1] + min(max_clients, self.count(len(sums) - 1)))
         return sums[round]
 
     def draw(self, round: int, count: int, word: int) -> list[int]:
@@ -214,36 +190,47 @@ class Presence:
             count: Number of clients. If fewer are available, all of them are returned.
             word: Key of the random numbers.
         """
-        lists = self._lists(round)
-        ends = np.cumsum([stop - start for start, stop in lists], dtype=np.int64)
-        total = int(ends[-1]) if lists else 0
-        places = np.array(noise.choose(word, min(count, total), total), dtype=np.int64)
-        list_index = np.searchsorted(ends, places, side="right")
-        shift = np.array([stop for _, stop in lists], dtype=np.int64) - ends
-        return sorted(self._owners[places + shift[list_index]].tolist())
+        available = self._in_draw_order(round)
+        positions = noise.choose(word, min(count, len(available)), len(available))
+        return sorted(available[positions].tolist())
 
     def among(self, round: int, clients: Sequence[int]) -> list[int]:
         """Return the clients of a list that are available in a round, in their order."""
-        present: set[int] = set()
-        for start, stop in self._lists(round):
-            present.update(self._owners[start:stop].tolist())
-        return [client for client in clients if client in present]
+        available = set(self._clients[self._is_present(self._slot(round))].tolist())
+        return [client for client in clients if client in available]
 
-    def _lists(self, round: int) -> list[tuple[int, int]]:
-        """Return the slices of `_owners` that together are the clients of a round.
-
-        They belong to the nodes between the round's leaf and the root.
-        """
+    def _slot(self, round: int) -> int:
+        """Return the slot of a round. -1: the round is before the first start."""
         if self.period:
             round %= self.period
-        slot = int(np.searchsorted(self._cuts, round, side="right")) - 1
-        node, slices = slot + self._size if slot >= 0 else 0, []
-        while node:
-            start, stop = int(self._offsets[node]), int(self._offsets[node + 1])
-            if stop > start:
-                slices.append((start, stop))
-            node >>= 1
-        return slices
+        return int(np.searchsorted(self._cuts, round, side="right")) - 1
+
+    def _is_present(self, slot: int) -> NDArray[np.bool_]:
+        """Return a mask of the stays (stay,) that a slot belongs to."""
+        return (self._first <= slot) & (slot < self._end)
+
+    def _in_draw_order(self, round: int) -> Ints:
+        """Return the clients of a round in the order to which random positions refer.
+
+        Clients with short stays come first. Slot s has the number n + s, where n is the number of
+        slots. The level of a stay is the largest h for which it includes all 2^h numbers that
+        differ from the round's number in the last h bits only. Clients are sorted by level, and
+        then by number. Any fixed order gives uniform draws, but another one gives other cohorts,
+        and runs with the same seed would no longer be the same
+        (test_cohorts_of_earlier_releases_are_drawn in tests/unit/fleets/test_fleet.py).
+        """
+        slot = self._slot(round)
+        is_present = self._is_present(slot)
+        clients = self._clients[is_present]
+        num_slots = len(self._cuts)
+        first = num_slots + self._first[is_present]
+        end = num_slots + self._end[is_present]
+
+        levels = np.zeros(len(clients), dtype=np.int8)
+        for level in range(1, (2 * num_slots).bit_length()):
+            block = (num_slots + slot) >> level << level
+            levels += (first <= block) & (block + 2**level <= end)
+        return clients[np.argsort(levels, kind="stable")]  # Stays are sorted by client already.
 
 
 def _merged(clients: Ints, starts: Ints, ends: Ints, size: int) -> tuple[Ints, Ints, Ints]:

@@ -13,17 +13,14 @@ from fedquilt.checks import missing, outside, refuse, whole
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.fleets.availability import AVAILABILITY, Availability, Diurnal, Presence, Trace
 from fedquilt.fleets.budgets import (
-    FIVE_SHARES,
-    FLEETS,
     BudgetAssignment,
     Budgets,
-    Given,
-    Uniform,
     Which,
     in_portions,
     in_turn,
     warn_of_portions,
 )
+from fedquilt.fleets.presets import FIVE_SHARES, FLEETS, Given, Uniform
 from fedquilt.names import known
 from fedquilt.terms import Budget, Client
 
@@ -35,16 +32,31 @@ if TYPE_CHECKING:
 class Fleet:
     """All devices with their budgets, and the number of clients that take part in a round.
 
-    A fleet of any size is stored as two arrays. The cost of a round depends on the size of the
-    cohort alone.
+    `Fleet.of` makes a fleet from shares or budgets, and `Fleet.mixed` from portions of the clients.
+    A fleet of any size is stored as two arrays, so that millions of clients take little memory.
+
+    Attributes:
+        kinds: Different budgets, in the order in which clients have them. Unused budgets are left
+            out.
+        which: (client,) Index of each client's budget in `kinds`.
+        cohort: Number of clients that take part in a round.
+        dynamic: True: in every round, each client has the budget of a random client.
+        presence: Rounds in which clients are available. None: always.
+
+    Example:
+        >>> import fedquilt as fq
+        >>> fleet = fq.Fleet.of([1.0, 0.5, 0.25], num_clients=6, cohort=2)
+        >>> [fleet.budget(client, round=0, seed=0).share for client in range(6)]
+        [1.0, 0.5, 0.25, 1.0, 0.5, 0.25]
+        >>> len(fleet.draw_cohort(round=0, seed=0))
+        2
     """
 
-    # Different budgets, in the order in which clients have them. Unused budgets are left out.
     kinds: tuple[Budget, ...]
-    which: Which  # (client,) Index of each client's budget in `kinds`.
-    cohort: int  # Number of clients that take part in a round.
-    dynamic: bool = False  # In every round, each client has the budget of a random client.
-    presence: Presence | None = None  # Rounds in which clients are available. None: always.
+    which: Which
+    cohort: int
+    dynamic: bool = False
+    presence: Presence | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.cohort <= self.num_clients:
@@ -52,13 +64,13 @@ class Fleet:
                 f"a cohort of {self.cohort} was asked for; the fleet has {self.num_clients} "
                 "clients."
             )
-        places, first = np.unique(self.which, return_index=True)
-        met: dict[Budget, int] = {}
-        renamed = np.zeros(len(self.kinds), dtype=np.int32)
-        for kind in places[np.argsort(first)].tolist():
-            renamed[kind] = met.setdefault(self.kinds[kind], len(met))
-        object.__setattr__(self, "kinds", tuple(met))
-        object.__setattr__(self, "which", renamed[self.which])
+        used, first_clients = np.unique(self.which, return_index=True)
+        new_indices: dict[Budget, int] = {}
+        index_by_kind = np.zeros(len(self.kinds), dtype=np.int32)
+        for kind in used[np.argsort(first_clients)].tolist():
+            index_by_kind[kind] = new_indices.setdefault(self.kinds[kind], len(new_indices))
+        object.__setattr__(self, "kinds", tuple(new_indices))
+        object.__setattr__(self, "which", index_by_kind[self.which])
 
     @staticmethod
     def of(
@@ -72,9 +84,11 @@ class Fleet:
         """Return a fleet with budgets that are assigned cyclically, or by a preset.
 
         Args:
-            shares: Shares or budgets to assign cyclically, or a preset such as `fleets.Income()`.
+            shares: Shares in (0, 1] or budgets to assign cyclically, or a preset such as
+                `fleets.Income()`.
             num_clients: Number of clients.
-            cohort: Clients per round: a number (int), or a part of all (float in (0, 1]).
+            cohort: Clients per round: a number (int), or a part of all (float in (0, 1]). 1.0 is
+                all clients.
             dynamic: True redraws the budget of every client each round, in the same proportions.
             availability: Rounds in which clients are available. None: always.
             seed: Random seed of random budgets and of availability.
@@ -83,18 +97,12 @@ class Fleet:
         if isinstance(shares, Mapping):
             raise ConfigError(
                 f"Fleet.of was given the portions {dict(shares)}; it gives every share to as many "
-                "clients. "
-                "Fleet.mixed takes portions."
+                "clients. Fleet.mixed takes portions."
             )
-        dealt = (
-            shares.assign(num_clients, seed)
-            if isinstance(shares, Budgets)
-            else in_turn(shares, num_clients)
-        )
         budgets = shares if isinstance(shares, Budgets) else Given(in_turn(shares, 0)[0])
-        return _fleet(dealt, cohort, dynamic, availability, seed)._remembering(
-            budgets, availability, seed
-        )
+        assignment = budgets.assign(num_clients, seed)
+        fleet = _fleet(assignment, cohort, dynamic, availability, seed)
+        return fleet._remembering(budgets, availability, seed)
 
     @staticmethod
     def mixed(
@@ -110,18 +118,18 @@ class Fleet:
         Args:
             portions: Portion of clients by share or budget: `{1.0: 0.2, 0.5: 0.4, 0.25: 0.4}`.
             num_clients: Number of clients.
-            cohort: Clients per round: a number (int), or a part of all (float in (0, 1]).
+            cohort: Clients per round: a number (int), or a part of all (float in (0, 1]). 1.0 is
+                all clients.
             dynamic: True redraws the budget of every client each round, in the same proportions.
             availability: Rounds in which clients are available. None: always.
             seed: Random seed of availability.
         """
         _check_count(num_clients)
-        dealt = in_portions(list(portions), list(portions.values()), num_clients)
+        assignment = in_portions(list(portions), list(portions.values()), num_clients)
         warn_of_portions(list(portions.values()))
-        budgets = Given(dealt[0], tuple(map(float, portions.values())))
-        return _fleet(dealt, cohort, dynamic, availability, seed)._remembering(
-            budgets, availability, seed
-        )
+        budgets = Given(assignment[0], tuple(map(float, portions.values())))
+        fleet = _fleet(assignment, cohort, dynamic, availability, seed)
+        return fleet._remembering(budgets, availability, seed)
 
     @property
     def settings(self) -> Devices | None:
@@ -158,16 +166,14 @@ class Fleet:
 
     @property
     def num_clients(self) -> int:
+        """Return the number of clients."""
         return len(self.which)
 
     @property
     def counts(self) -> dict[Budget, int]:
         """Return the number of clients with each budget."""
-        return dict(
-            zip(
-                self.kinds, np.bincount(self.which, minlength=len(self.kinds)).tolist(), strict=True
-            )
-        )
+        counts = np.bincount(self.which, minlength=len(self.kinds)).tolist()
+        return dict(zip(self.kinds, counts, strict=True))
 
     def first(self, budget: Budget) -> int:
         """Return the first client with a budget."""
@@ -181,21 +187,18 @@ class Fleet:
             round: Round, from 0. It has no effect unless budgets are dynamic.
             seed: Random seed of the run. It has no effect unless budgets are dynamic.
         """
-        source_client = (
-            noise.key(seed, noise.Stream.DYNAMIC_BUDGET, client, round) % self.num_clients
-            if self.dynamic
-            else client
-        )
-        return self.kinds[int(self.which[source_client])]
+        if self.dynamic:
+            client = noise.key(seed, noise.Stream.DYNAMIC_BUDGET, client, round) % self.num_clients
+        return self.kinds[int(self.which[client])]
 
     def check(self, rounds: int) -> None:
         """Refuse a number of rounds that goes beyond the last round with an available client."""
         last = self.presence.last if self.presence else None
         if self.presence and last is not None and rounds > last:
             raise ConfigError(
-                f"{rounds} rounds were asked for; in {self.presence.name} nobody is there after "
-                f"{last} of them. "
-                f"Play {last}, leave an end empty, or set a period."
+                f"{rounds} rounds were asked for; in {self.presence.name} no client is available "
+                f"after {last} of them. Ask for {last} rounds, leave an end empty, or set a "
+                "period."
             )
 
     def draw_cohort(self, round: int, seed: int, online: Sequence[int] | None = None) -> list[int]:
@@ -214,23 +217,23 @@ class Fleet:
         Raises:
             ConfigError: A client that can be reached is not in the fleet.
         """
-        word = noise.key(seed, noise.Stream.COHORT, round)
+        key = noise.key(seed, noise.Stream.COHORT, round)
         if online is not None:
             self._check_online(online)
             reachable = online if self.presence is None else self.presence.among(round, online)
-            places = noise.choose(word, min(self.cohort, len(reachable)), len(reachable))
-            return [reachable[position] for position in places]
+            positions = noise.choose(key, min(self.cohort, len(reachable)), len(reachable))
+            return [reachable[position] for position in positions]
         if self.presence is None:
-            return noise.choose(word, self.cohort, self.num_clients)
-        return self.presence.draw(round, self.cohort, word)
+            return noise.choose(key, self.cohort, self.num_clients)
+        return self.presence.draw(round, self.cohort, key)
 
     def _check_online(self, online: Sequence[int]) -> None:
         unknown = [id for id in online if not 0 <= id < self.num_clients]
         if unknown:
             raise ConfigError(
                 f"Engine.online reported client {unknown[0]}, of {len(online)} that can be "
-                "reached; the fleet has "
-                f"{self.num_clients} clients, which are numbered from 0 to {self.num_clients - 1}."
+                f"reached; the fleet has {self.num_clients} clients, which are numbered from 0 to "
+                f"{self.num_clients - 1}."
             )
 
     def client(self, id: int, round: int, seed: int, size: int, place: int = 0) -> Client:
@@ -243,11 +246,10 @@ class Fleet:
             size: Number of its training samples.
             place: Position of the client in the cohort of the round.
         """
-        num_earlier = (
-            round * self.cohort
-            if self.presence is None
-            else self.presence.before(round, self.cohort)
-        )
+        if self.presence is None:
+            num_earlier = round * self.cohort
+        else:
+            num_earlier = self.presence.before(round, self.cohort)
         return Client(id, self.budget(id, round, seed), size, num_earlier + place)
 
 
@@ -293,7 +295,7 @@ class Devices:
         count = num_clients if self.clients is None else self.clients
         if count > num_clients:
             raise ConfigError(
-                f"{count} clients were asked for; the data is dealt to {num_clients}."
+                f"{count} clients were asked for; the data is partitioned among {num_clients}."
             )
         seed = seed if self.seed is None else self.seed
         budgets, availability = self.budgets, self._availability()
@@ -352,15 +354,15 @@ def _check_count(num_clients: int) -> None:
 
 
 def _fleet(
-    dealt: BudgetAssignment,
+    assignment: BudgetAssignment,
     cohort: int | float,
     dynamic: bool,
     availability: Availability | None,
     seed: int,
 ) -> Fleet:
-    kinds, assignment = dealt
-    presence = availability.presence(len(assignment), seed) if availability else None
-    return Fleet(kinds, assignment, cohort_size(cohort, len(assignment)), dynamic, presence)
+    kinds, which = assignment
+    presence = availability.presence(len(which), seed) if availability else None
+    return Fleet(kinds, which, cohort_size(cohort, len(which)), dynamic, presence)
 
 
 def cohort_size(cohort: int | float, num_clients: int) -> int:

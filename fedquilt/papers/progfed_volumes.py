@@ -10,7 +10,6 @@ from fedquilt.data import Pool
 
 EDGE = 4  # Side of the cube that each foreground class has in a volume, in voxels
 NOISE = 0.5  # Standard deviation of the noise, where neighbouring classes differ by 1
-
 _TRAIN, _TEST = range(2)
 
 

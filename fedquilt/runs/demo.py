@@ -9,8 +9,8 @@ import fedquilt.runs.registries  # noqa: F401  # Classes that settings select by
 from fedquilt.config.schema import label
 from fedquilt.config.toml import Settings
 from fedquilt.errors import ConfigError
-from fedquilt.fleets.budgets import ByNet
 from fedquilt.fleets.fleet import Devices
+from fedquilt.fleets.presets import ByNet
 from fedquilt.methods import METHODS, Method
 from fedquilt.names import find, is_reference
 

@@ -130,4 +130,4 @@ def _stand_in(sample: Mapping[str, Any], num_clients: int, name: str) -> Federat
     all_alike = Parts.split(
         torch.zeros(num_clients, dtype=torch.int64), torch.ones(num_clients, dtype=torch.int64)
     )
-    return replace(pool.dealt(all_alike), validation_parts=all_alike)
+    return replace(pool.with_parts(all_alike), validation_parts=all_alike)

@@ -20,7 +20,7 @@ from fedquilt.family import Family
 from fedquilt.family.cost import TrainingStep
 from fedquilt.family.member import Member
 from fedquilt.family.net import Pass
-from fedquilt.fleets.budgets import FIVE_SHARES
+from fedquilt.fleets.presets import FIVE_SHARES
 from fedquilt.hardware.precision import DTYPES, Precision, computing
 from fedquilt.hardware.process import free_memory
 from fedquilt.methods import Method

@@ -5,7 +5,8 @@ from __future__ import annotations
 from fedquilt.config.tables import TABLES, Table
 from fedquilt.data import PARTITIONS, Partition
 from fedquilt.family.norms import NORM_POLICIES, NormPolicy
-from fedquilt.fleets.budgets import FLEETS, Budgets
+from fedquilt.fleets.budgets import Budgets
+from fedquilt.fleets.presets import FLEETS
 from fedquilt.methods import METHODS, Method
 from fedquilt.round.link import CODECS, LOSSES, USUAL_CODEC, BaseCodec, Loss
 from fedquilt.round.training.objectives import OBJECTIVES, Wrapping

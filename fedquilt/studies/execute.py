@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from typing_extensions import override
 
 from fedquilt.config.writing import write as plain_settings
 from fedquilt.errors import ConfigError, DivergenceError, RecordError
@@ -33,8 +34,8 @@ from fedquilt.runs.settings_file import read_settings
 from fedquilt.runs.summary_file import read_summary, summary_text
 from fedquilt.runs.trust import remember_code
 from fedquilt.storage.files import write_text
+from fedquilt.studies.entries import PlannedRun
 from fedquilt.studies.measures import MEASURES, TRAINING
-from fedquilt.studies.plan import PlannedRun
 from fedquilt.studies.result import Result
 
 _log = logging.getLogger("fedquilt")
@@ -58,6 +59,7 @@ class Display:
 
     @staticmethod
     def of(run: Run, rounds: int) -> Display:
+        """Return the facts about a prepared run, of which `rounds` are planned."""
         labels = labels_by_share(run.method, run.fleet.kinds, run.world, run.evaluation.shares)
         return Display(rounds, run.server.round, run.world.task.main.is_rate, labels)
 
@@ -72,12 +74,14 @@ class Watch(Protocol):
         """Receive the result of a run that has finished, or that was finished before."""
 
 
-class Unwatched:
+class Unwatched(Watch):
     """A `Watch` that does nothing."""
 
+    @override
     def begin(self, planned: PlannedRun, display: Display) -> Callable[[Record], None]:
         return lambda record: None
 
+    @override
     def end(self, planned: PlannedRun, result: Result) -> None:
         return None
 
@@ -86,6 +90,7 @@ class Unwatched:
 class Grounds:
     """Data, model and devices of the last run, which the next run reuses if its settings agree."""
 
+    # The last experiment and its ground. Empty: there was none yet.
     _last: list[tuple[Experiment, Ground]] = field(default_factory=list)
 
     def of(self, experiment: Experiment) -> Ground:
@@ -191,8 +196,7 @@ def _all_records(path: Path, summary: Mapping[str, Any]) -> list[Record]:
     if last < summary.get("rounds", 0):
         raise RecordError(
             f"{path / 'rounds.jsonl'} is damaged: its last round is {last}, and that of "
-            "summary.json "
-            f"{summary['rounds']}. {remedy}"
+            f"summary.json {summary['rounds']}. {remedy}"
         )
     if missing := gaps(records, last):
         _log.warning(

@@ -122,8 +122,8 @@ class _Count:
         if learner.state:
             raise ConfigError(
                 f"bytes and multiply-adds of {type(self.run.method).__name__} were to be counted, "
-                "whose clients send "
-                "state besides weights; a method that sends weights alone would work."
+                "whose clients send state besides weights; a method that sends weights alone "
+                "would work."
             )
         if self.run.link.lossy:
             self.costs.clear()

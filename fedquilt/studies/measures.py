@@ -24,7 +24,6 @@ from fedquilt.terms import Budget, Submodel
 
 TRAINING = "training"  # The measure that trains and evaluates. All others are in `MEASURES`.
 BYTES_OF_FLOAT32 = 4
-
 Measure = Callable[[Run, int], Mapping[str, Any]]
 
 
@@ -166,8 +165,8 @@ def limits(run: Run, rounds: int) -> dict[str, Any]:
     if "utilisation" not in account:
         raise ConfigError(
             f"the measure 'limits' was asked for with {type(run.method).__name__}; it needs a "
-            "method whose clients "
-            "keep nets of their own, such as RaFL, and limits on multiply-adds."
+            "method whose clients keep nets of their own, such as RaFL, and limits on "
+            "multiply-adds."
         )
     limited = {budget: count for budget, count in counts.items() if budget.macs}
     limit = sum((budget.macs or 0.0) * count for budget, count in limited.items()) / sum(

@@ -26,8 +26,8 @@ from fedquilt.names import nearest
 from fedquilt.runs.experiment import Experiment
 from fedquilt.runs.overlay import overlay
 from fedquilt.storage.files import why
+from fedquilt.studies.entries import at_point
 from fedquilt.studies.measures import TRAINING, measure_problems
-from fedquilt.studies.plan import at_point
 from fedquilt.studies.values import Value
 
 SMOKE = "smoke"  # Scale that needs no data
@@ -38,7 +38,6 @@ SMOKE_NOTE = (
 FULL = "full"  # Scale of the paper, which every preset has
 DATA_VARIABLE = "FEDQUILT_DATA"  # Environment variable with the folder of data files
 DATA_FOLDER = "data"  # Folder of data files if the variable is not set
-
 _SUPERNET = ("model", "supernet")  # Keys of the setting that names a supernet file.
 _NUMBER = re.compile(r"[-−]?[\d,]*\.?\d+")
 
@@ -49,7 +48,7 @@ _NUMBER = re.compile(r"[-−]?[\d,]*\.?\d+")
 class Column:
     """One column of a table: its title, and the number of a run that it shows."""
 
-    title: str
+    title: str  # Title of the column.
     value: str  # Text that `fedquilt.studies.values` reads, such as "accuracy 1.0 %"
 
     @cached_property
@@ -234,10 +233,8 @@ def missing_supernet(file: str, space: str, folder: Path, preset: str) -> DataEr
     command = shlex.join(["fedquilt", "supernet", "train", *arguments])
     return DataError(
         f"{preset} was asked for: the supernet {folder / file} is needed; there is no such file. "
-        f"`{command}` makes "
-        "one from public images. --rows runs the rows that need none, and --data-folder or "
-        f"{DATA_VARIABLE} names "
-        "another folder."
+        f"`{command}` makes one from public images. --rows runs the rows that need none, and "
+        f"--data-folder or {DATA_VARIABLE} names another folder."
     )
 
 
@@ -289,7 +286,7 @@ def parsed_preset(name: str) -> Preset:
 
 
 def tables_named(name: str) -> tuple[str, ...]:
-    """Return the tables that a name stands for: one table, or all tables of a paper."""
+    """Return the tables that a name selects: one table, or all tables of a paper."""
     tables = papers()
     if name in tables:
         return tables[name]
@@ -373,20 +370,23 @@ def _problems_of_shape(preset: Preset) -> Iterator[str]:
         yield from (f"{key}: {entry!r} is there more than once." for entry in repeated)
     for index, row in enumerate(preset.rows):
         yield from _problems_of_row(preset, row, f"rows[{index}]")
-    for name, scale in preset.scales.items():
-        for part in scale.parts:
-            if part not in preset.parts:
-                yield (
-                    f"scales.{name}.parts: there is no part {part!r}.{nearest(part, preset.parts)}"
-                )
-        for path in scale.grid:
-            if path not in preset.grid:
-                yield (
-                    f"scales.{name}.grid: {path!r} is not in the grid.{nearest(path, preset.grid)}"
-                )
+    yield from _problems_of_scales(preset)
     for position, settings in _all_settings(preset):
         if "seed" in settings:
             yield f"{position}.seed: settings of a preset have no seed; name it in `seeds`."
+
+
+def _problems_of_scales(preset: Preset) -> Iterator[str]:
+    """Yield parts and paths that a scale changes and the preset does not have."""
+    for name, scale in preset.scales.items():
+        for part in scale.parts:
+            if part not in preset.parts:
+                hint = nearest(part, preset.parts)
+                yield f"scales.{name}.parts: there is no part {part!r}.{hint}"
+        for path in scale.grid:
+            if path not in preset.grid:
+                hint = nearest(path, preset.grid)
+                yield f"scales.{name}.grid: {path!r} is not in the grid.{hint}"
 
 
 def _all_settings(preset: Preset) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -434,8 +434,8 @@ def _problems_of_experiment(preset: Preset, settings: Settings, scale: str) -> I
     for _, file in _data_files(settings):
         if file.removesuffix(".npz") not in preset.data:
             yield (
-                f"the data file {file!r} is not in `data`."
-                f"{nearest(file.removesuffix('.npz'), preset.data)}"
+                f"the data file {file!r} is not in "
+                f"`data`.{nearest(file.removesuffix('.npz'), preset.data)}"
             )
         elif scale == SMOKE:
             yield (

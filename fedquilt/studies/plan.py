@@ -12,26 +12,31 @@ DIR/
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import itertools
 import json
 import logging
 import math
-import re
 import shlex
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fedquilt.config.toml import Settings, assign, parse_path, read_toml
 from fedquilt.errors import ConfigError
-from fedquilt.names import nearest
 from fedquilt.runs.experiment import Experiment
 from fedquilt.runs.folder_files import check_folder
-from fedquilt.runs.overlay import assign_all, overlay
+from fedquilt.runs.overlay import overlay
+from fedquilt.studies.differences import entry_differences, value_differences
+from fedquilt.studies.entries import (
+    Entry,
+    PlannedRun,
+    Point,
+    at_point,
+    num_rounds,
+    point_name,
+    value_name,
+)
 from fedquilt.studies.measures import TRAINING, measure_problems
 from fedquilt.studies.statistics import check_alike
 
@@ -44,83 +49,8 @@ _FILES = (
     COMPARISON_FILE,
     "lock",
 )
-MAX_FOLDER_BYTES = 80
 _CHECK = "# checksum of all above: "  # Start of the last line of a study's file
 _log = logging.getLogger("fedquilt")
-Point = Mapping[str, Any]  # Values of a grid by the path of their setting.
-Stage = Literal["final", "tuning"]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One row of a study: a name, and the settings that its runs share.
-
-    Attributes:
-        name: Name of the row in tables, such as "fedrolex".
-        settings: Tables of plain values as `config.toml` has them. A seed in them is replaced.
-        grid: Values to try, by the path of the setting. Empty: nothing is tuned.
-    """
-
-    name: str
-    settings: Settings
-    grid: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-
-    @property
-    def folder(self) -> str:
-        """Return the name of its folder."""
-        return folder_name(self.name)
-
-    @property
-    def points(self) -> list[Point]:
-        """Return all combinations of the grid's values, in the order in which they were given."""
-        paths = list(self.grid)
-        return [
-            dict(zip(paths, values, strict=True))
-            for values in itertools.product(*self.grid.values())
-        ]
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """One run of a study.
-
-    Attributes:
-        entry: Name of the row.
-        seed: Random seed.
-        settings: All settings, the seed and the point of the grid included.
-        folder: Folder inside the study's.
-        point: Point of the grid.
-        stage: "tuning" runs are evaluated on the validation part, "final" ones on the test set.
-        measure: "training", or a name of `MEASURES`, which train nothing.
-    """
-
-    entry: str
-    seed: int
-    settings: Settings
-    folder: str
-    point: Point = field(default_factory=dict)
-    stage: Stage = "final"
-    measure: str = TRAINING
-
-    @property
-    def title(self) -> str:
-        """Return the name of the run in progress lines."""
-        tuned = ", ".join(f"{_last_key(path)} {value}" for path, value in self.point.items())
-        return (
-            f"{self.entry}, {tuned}, tuning"
-            if self.stage == "tuning"
-            else f"{self.entry}, seed {self.seed}"
-        )
-
-    @property
-    def rounds(self) -> int:
-        """Return the number of rounds, without resolving the settings."""
-        return _rounds(self.settings)
-
-    @property
-    def experiment(self) -> Experiment:
-        """Return the settings as the experiment that they describe."""
-        return Experiment.of(self.settings)
 
 
 @dataclass(frozen=True)
@@ -174,7 +104,7 @@ class Plan:
         for entry in self.entries:
             if not isinstance(entry.settings, Mapping):
                 yield f"{entry.name}: {entry.settings!r} was given; a table of settings fits."
-            elif type(_rounds(entry.settings)) is not int:
+            elif type(num_rounds(entry.settings)) is not int:
                 yield (
                     f"{entry.name}: rounds = {entry.settings['rounds']!r} was given; a whole "
                     "number fits."
@@ -221,8 +151,7 @@ class Plan:
         if self.num_runs > MAX_RUNS and not confirmed:
             raise ConfigError(
                 f"a study of {self.num_runs:,} runs was asked for; more than {MAX_RUNS:,} are "
-                "started only with "
-                "--yes (in Python: confirmed=True)."
+                "started only with --yes (in Python: confirmed=True)."
             )
         problems: dict[str, list[str]] = {}  # Names of entries by their common problem.
         for entry in self.entries:
@@ -290,7 +219,7 @@ class Plan:
                     at_point(overlay(entry.settings, self.tuning), point)
                 )
                 settings["seed"] = seed
-                folder = f"{entry.folder}/tuning/{_point_name(point)}-seed{seed}"
+                folder = f"{entry.folder}/tuning/{point_name(point)}-seed{seed}"
                 runs.append(PlannedRun(entry.name, seed, settings, folder, point, "tuning"))
         return runs
 
@@ -335,8 +264,9 @@ class Plan:
 
     @staticmethod
     def read(folder: Path) -> Plan:
-        """Return the plan in a study's folder. A warning is logged if the file is not as it was
-        written.
+        """Return the plan in a study's folder.
+
+        A warning is logged if the file was changed after it had been written.
         """
         file = folder / STUDY_FILE
         if not file.is_file():
@@ -389,11 +319,12 @@ class Plan:
         for entry in self.entries:
             if entry.name in earlier:
                 lines += [
-                    f"{entry.name}: {line}" for line in _differences_of(entry, earlier[entry.name])
+                    f"{entry.name}: {line}"
+                    for line in entry_differences(entry, earlier[entry.name])
                 ]
         if self.has_grid and other.has_grid:
-            lines += _differences(self._tuning_choices, other._tuning_choices)
-        lines += _differences({"measure": self.measure}, {"measure": other.measure})
+            lines += value_differences(self._tuning_choices, other._tuning_choices)
+        lines += value_differences({"measure": self.measure}, {"measure": other.measure})
         if lines:
             listed = "\n  ".join(lines)
             raise ConfigError(
@@ -459,61 +390,7 @@ def runs_outside_a_study(folder: Path) -> str:
     command = shlex.join(["fedquilt", "run", "--resume", str(folder / names[0])])
     return (
         f" It has the runs {', '.join(names)}, which an earlier version or `fedquilt run` wrote. "
-        "Continue each with "
-        f"{command}, or name another folder for a study."
-    )
-
-
-def at_point(settings: Settings, point: Point) -> Settings:
-    """Return a copy of settings with the values of a point."""
-    assignments = [(parse_path(path), value) for path, value in point.items()]
-    return assign_all(copy.deepcopy(settings), assignments)
-
-
-def find_entry(entries: Sequence[str], text: str, flag: str) -> tuple[str, str]:
-    """Split `ENTRY:A.B=V` into the entry and `A.B=V`. Without an entry the first part is empty.
-
-    Args:
-        entries: Names of all entries.
-        text: Value of a flag.
-        flag: Name of the flag, for the message.
-    """
-    path, equals, value = text.partition("=")
-    name, colon, setting = path.rpartition(":")
-    if not colon:
-        return "", text
-    if name not in entries:
-        raise ConfigError(
-            f"{flag} {text} was asked for; there is no entry {name!r}.{nearest(name, entries)}"
-        )
-    return name, f"{setting}{equals}{value}"
-
-
-def folder_name(name: str) -> str:
-    """Return a name as that of a folder: letters, digits, dots and hyphens, at most 80 bytes."""
-    plain = re.sub(r"[^\w.-]+", "_", name).strip("_.") or "entry"
-    if len(plain.encode()) <= MAX_FOLDER_BYTES:
-        return plain
-    return f"{plain.encode()[:71].decode(errors='ignore')}-{_checksum(name)}"
-
-
-def _point_name(point: Point) -> str:
-    return folder_name(
-        "-".join(f"{_last_key(path)}{_value_name(value)}" for path, value in point.items())
-    )
-
-
-def _value_name(value: Any) -> str:
-    """Return a value as part of a folder's name.
-
-    Different values of one type get different texts.
-    """
-    text = str(value)
-    plain = re.sub(r"[^\w.-]+", "_", text).strip("_")
-    return (
-        plain
-        if plain == text
-        else f"{plain}_{_checksum(json.dumps(value, default=str))}".lstrip("_")
+        f"Continue each with {command}, or name another folder for a study."
     )
 
 
@@ -521,18 +398,9 @@ def _file_checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _checksum(text: str) -> str:
-    """Return eight digits that tell long names of folders apart."""
-    return f"{zlib.crc32(text.encode()):08x}"
-
-
-def _last_key(path: str) -> str:
-    return parse_path(path)[-1]
-
-
 def _problems_of_values(path: str, values: Sequence[Any]) -> Iterator[str]:
     """Yield the problems of one path of a grid, each as the end of a sentence."""
-    names = [_value_name(value).casefold() for value in values]
+    names = [value_name(value).casefold() for value in values]
     if not parse_path(path):
         yield "was asked for; write a path as in method.local.optimizer.lr."
     if parse_path(path) == ["seed"]:
@@ -546,44 +414,3 @@ def _problems_of_values(path: str, values: Sequence[Any]) -> Iterator[str]:
         yield "has no values."
     elif len(set(names)) < len(names):
         yield "repeats a value, or has two that differ in type or in capital letters alone."
-
-
-def _rounds(settings: Settings) -> int:
-    rounds: int = settings.get("rounds", Experiment.rounds)
-    return rounds
-
-
-def _differences_of(new: Entry, old: Entry) -> list[str]:
-    """Return one line for each setting or grid that differs. More rounds are no difference."""
-    old_settings = {**old.settings, "rounds": _rounds(old.settings)}
-    settings = new.settings
-    if _rounds(settings) >= old_settings["rounds"]:
-        settings = {**settings, "rounds": old_settings["rounds"]}
-    return _differences(settings, old_settings) + _differences(_plain_grid(new), _plain_grid(old))
-
-
-def _plain_grid(entry: Entry) -> dict[str, list[Any]]:
-    return {path: list(values) for path, values in entry.grid.items()}
-
-
-def _differences(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
-    """Return one line for each value that differs, by its path. Seeds are not compared."""
-    new_values = dict(_leaves("", new))
-    old_values = dict(_leaves("", old))
-    nothing = "nothing"
-    return [
-        f"{path} is {old_values.get(path, nothing)} there, {new_values.get(path, nothing)} was "
-        "asked for"
-        for path in {**old_values, **new_values}
-        if path != "seed" and new_values.get(path) != old_values.get(path)
-    ]
-
-
-def _leaves(path: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of everything in nested tables."""
-    for key, value in table.items():
-        inner = f"{path}.{key}" if path else key
-        if isinstance(value, Mapping):
-            yield from _leaves(inner, value)
-        else:
-            yield inner, list(value) if isinstance(value, tuple) else value

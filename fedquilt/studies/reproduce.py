@@ -7,13 +7,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
 from fedquilt.round import Record
 from fedquilt.runs.overlay import assign_all
+from fedquilt.studies.entries import Entry, PlannedRun
 from fedquilt.studies.execute import Display, Watch
 from fedquilt.studies.papers import FULL, Preset, Row
-from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, PlannedRun
+from fedquilt.studies.plan import STUDY_FILE, Plan
 from fedquilt.studies.result import Result
 from fedquilt.studies.stored import store, stored_name
 
@@ -91,8 +94,7 @@ def check_rows_in(preset: Preset, folder: Path) -> None:
     if unknown_names:
         raise ConfigError(
             f"the folder {folder} was asked for; it has a study of {'; '.join(unknown_names)}, "
-            f"which {preset.name} does not "
-            "have as rows. Name another folder."
+            f"which {preset.name} does not have as rows. Name another folder."
         )
 
 
@@ -104,7 +106,7 @@ def _matches(names: Sequence[str], text: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Storing:
+class Storing(Watch):
     """A `Watch` that stores every final run as soon as it has ended.
 
     A study of many hours may be stopped, or lose its machine. Finished runs are then stored
@@ -128,9 +130,11 @@ class Storing:
     about: Mapping[str, Any]
     folders: list[Path] = field(default_factory=list)
 
+    @override
     def begin(self, planned: PlannedRun, display: Display) -> Callable[[Record], None]:
         return self.watch.begin(planned, display)
 
+    @override
     def end(self, planned: PlannedRun, result: Result) -> None:
         self.watch.end(planned, result)
         if planned.stage != "final":

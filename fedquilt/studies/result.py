@@ -10,7 +10,7 @@ from typing import Any
 
 from fedquilt.round import Grades, Record
 from fedquilt.runs.summaries import figures_of, in_percent, main_of, prefers_higher
-from fedquilt.tasks.metrics import kind_of
+from fedquilt.tasks.metrics.registry import kind_of
 
 
 @dataclass(frozen=True)

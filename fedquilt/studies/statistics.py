@@ -18,7 +18,6 @@ MIN_SEEDS = 3  # Smallest number of common seeds for a paired comparison.
 # Relative error allowed in a percentage of a figure: 0.8 · 0.9 is a little above 0.72 in floats.
 _ROUNDING = 1e-12
 _TIE = 1e-9  # Relative difference of two means below which they are a tie.
-
 BySeed = Mapping[int, float]
 
 
@@ -273,7 +272,7 @@ def seeds_text(seeds: Sequence[int]) -> str:
 class Cost:
     """Cost of a row's runs until they reached a target, by seed. None: the run never reached it."""
 
-    by_seed: Mapping[int, Milestone | None]
+    by_seed: Mapping[int, Milestone | None]  # Cost of each run. None: it never reached the target.
 
     @property
     def reached(self) -> list[Milestone]:

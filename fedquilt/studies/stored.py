@@ -63,8 +63,7 @@ def store(result: Result, run_folder: Path, target: Path, about: Mapping[str, An
     if size > MAX_BYTES:
         raise ConfigError(
             f"{target} was to be written; it would take {size:,} bytes, and at most {MAX_BYTES:,} "
-            "are stored. "
-            "Evaluate less often."
+            "are stored. Evaluate less often."
         )
     try:
         target.mkdir(parents=True, exist_ok=True)

@@ -22,10 +22,12 @@ from fedquilt.runs.settings_file import read_settings
 from fedquilt.runs.summaries import figure_text
 from fedquilt.runs.trust import check_study_code, remember_code
 from fedquilt.storage.files import write_text
+from fedquilt.studies.entries import Entry, PlannedRun, Point
 from fedquilt.studies.execute import Grounds, Watch, execute, finished, warnings_shown_once
 from fedquilt.studies.frames import frame
-from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, PlannedRun, Point, runs_outside_a_study
-from fedquilt.studies.report import comparison, to_json
+from fedquilt.studies.plain_values import to_json
+from fedquilt.studies.plan import STUDY_FILE, Plan, runs_outside_a_study
+from fedquilt.studies.report import comparison
 from fedquilt.studies.result import Result
 from fedquilt.studies.table import Table
 
@@ -136,8 +138,7 @@ class Study:
                 )
         note = (
             f"Tuned on {100 * self.plan.validation:g} % of every client's training samples, which "
-            "these runs "
-            "held back. The test set was not used."
+            "these runs held back. The test set was not used."
         )
         return [Table("tuning", ["entry", "setting", f"validation {main}", "chosen"], rows, [note])]
 
@@ -286,8 +287,7 @@ def _write_choice(entry: Entry, chosen: Point, trials: Sequence[Trial], folder: 
         if earlier != chosen:
             raise ConfigError(
                 f"{entry.name}: tuning chose {_point_text(chosen)}; the runs in {folder} have "
-                f"{_point_text(earlier)}. "
-                "Name another folder for these settings."
+                f"{_point_text(earlier)}. Name another folder for these settings."
             )
     tuned = {"chosen": chosen, "trials": [_plain_trial(trial) for trial in trials]}
     write_text(file, json.dumps(tuned, indent=2) + "\n")
@@ -343,7 +343,7 @@ def _plain_trial(trial: Trial) -> dict[str, Any]:
     return {"point": dict(trial.point), "figures": figures}
 
 
-def study(
+def study(  # noqa: PLR0913  # The keywords are the user's interface.
     entries: Mapping[str, Experiment | Settings] | Sequence[str],
     *,
     seeds: Sequence[int] = (0,),
@@ -431,10 +431,10 @@ def _names(entries: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def _listed(values: Iterable[Any], what: str) -> tuple[Any, ...]:
+def _listed(values: Iterable[Any], description: str) -> tuple[Any, ...]:
     """Return several values as a tuple. A text is refused, because it is one value."""
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ConfigError(f"study was called with {values!r} as {what}; a list fits.")
+        raise ConfigError(f"study was called with {values!r} as {description}; a list fits.")
     return tuple(values)
 
 

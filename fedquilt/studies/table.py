@@ -16,7 +16,6 @@ from fedquilt.runs.summaries import NOTHING
 
 FORMATS = ("text", "markdown", "latex", "csv", "json")
 _BEST = " *"  # Mark behind the best cell in formats without bold type.
-
 # Characters that LaTeX reads as commands, or that its usual fonts do not have. A bracket or an
 # asterisk behind the end of a row would be read as an argument of \\.
 _LATEX = str.maketrans(
@@ -59,7 +58,7 @@ class Cell:
     """Text of one cell, and a flag that marks it as the best of its column."""
 
     text: str = NOTHING
-    is_best: bool = False
+    is_best: bool = False  # True: the cell is marked as the best of its column.
 
     @property
     def starred(self) -> str:

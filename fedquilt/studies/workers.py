@@ -26,8 +26,8 @@ from typing import IO, Any
 from fedquilt import errors
 from fedquilt.errors import FedquiltError, TrainingError
 from fedquilt.round import Record
+from fedquilt.studies.entries import PlannedRun
 from fedquilt.studies.execute import Display, Grounds, Watch, finished, perform
-from fedquilt.studies.plan import PlannedRun
 from fedquilt.studies.result import Result
 
 STOP_SECONDS = 60.0  # Time in which a stopped worker may save its state before it is killed.
@@ -201,9 +201,8 @@ class _Conversation:
         if status < 0:
             name = signal.Signals(-status).name
             raise TrainingError(
-                f"{title}: its process was ended by {name}. Too little memory is the usual reason; "
-                "fewer jobs need "
-                "less. The same command again continues the study."
+                f"{title}: its process was ended by {name}. Too little memory is the usual "
+                "reason; fewer jobs need less. The same command again continues the study."
             )
         if status:
             lines = "".join(self._lines or self._printed).strip().splitlines() or [

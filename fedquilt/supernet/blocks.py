@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from torch import nn
+from typing_extensions import override
 
 from fedquilt.models.blocks import ConvUnit, Residual
 from fedquilt.models.mobilenet import SqueezeExcite, multiple_of_8
@@ -144,16 +145,19 @@ class ConvSpec(BlockSpec):
     pool: bool = False  # True if a max-pool halves the output, as in the stem of ResNets.
 
     @property
+    @override
     def layers(self) -> tuple[LayerSpec, ...]:
         size = strided(self.size, self.stride)
         channels = (self.in_channels, self.out_channels)
         return (LayerSpec("conv", *channels, size, "in", "out", kernel=self.kernel, norm="norm"),)
 
     @property
+    @override
     def out_size(self) -> int:
         size = strided(self.size, self.stride)
         return strided(size, 2) if self.pool else size
 
+    @override
     def build(self) -> nn.Module:
         unit = _unit(self.in_channels, self.out_channels, self.kernel, self.stride, act=self.act)
         if self.pool:
@@ -170,6 +174,7 @@ class BottleneckSpec(BlockSpec):
     project: bool = False  # True if the shortcut is a 1×1 convolution, False if it is the identity.
 
     @property
+    @override
     def layers(self) -> tuple[LayerSpec, ...]:
         size, out_size = self.size, self.out_size
         hidden, out = self.hidden, self.out_channels
@@ -215,13 +220,16 @@ class BottleneckSpec(BlockSpec):
         return reduce, filtered, expand, shortcut
 
     @property
+    @override
     def out_size(self) -> int:
         return strided(self.size, self.stride)
 
     @property
+    @override
     def keeps_channels(self) -> bool:
         return not self.project
 
+    @override
     def build(self) -> nn.Module:
         body = OrderedDict[str, nn.Module](
             reduce=_unit(self.in_channels, self.hidden, 1),
@@ -247,6 +255,7 @@ class InvertedSpec(BlockSpec):
     skip: bool = False  # True if the input is added to the output.
 
     @property
+    @override
     def layers(self) -> tuple[LayerSpec, ...]:
         hidden, out_size = self.hidden, self.out_size
         group = "hidden" if self.expand else "in"
@@ -295,17 +304,21 @@ class InvertedSpec(BlockSpec):
         return tuple(layers)
 
     @property
+    @override
     def out_size(self) -> int:
         return strided(self.size, self.stride)
 
     @property
+    @override
     def keeps_channels(self) -> bool:
         return self.skip
 
     @property
+    @override
     def elastic_kernel(self) -> str:
         return "body.filter.conv.weight"
 
+    @override
     def build(self) -> nn.Module:
         body = OrderedDict[str, nn.Module]()
         if self.expand:
@@ -337,6 +350,7 @@ class HeadSpec(BlockSpec):
     act: str = "hardswish"  # Activation behind the hidden layer, a name of `ACTIVATIONS`.
 
     @property
+    @override
     def layers(self) -> tuple[LayerSpec, ...]:
         if not self.hidden:
             channels = (self.in_channels, self.out_channels)
@@ -355,9 +369,11 @@ class HeadSpec(BlockSpec):
         )
 
     @property
+    @override
     def out_size(self) -> int:
         return 1
 
+    @override
     def build(self) -> nn.Module:
         layers = OrderedDict[str, nn.Module](pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(1))
         if self.hidden:

@@ -25,7 +25,6 @@ MAX_CACHED_KEYS = 65_536  # Distinct blocks whose names are cached.
 WARM_UP = 2  # Forward passes before a block is timed.
 # Random configurations whose blocks are timed besides those of the regular configurations.
 SAMPLED_CONFIGS = 100
-
 Watch = Callable[[int, int], None]  # Gets the number of timed blocks and the number of all blocks.
 
 
@@ -60,9 +59,8 @@ class LatencyTable:
         except KeyError as error:
             raise ConfigError(
                 f"the inference time of a member of {space.name} was asked for; the table of "
-                f"{self.space} has no "
-                f"block {error.args[0]}. Measure the space with the same image size and classes: "
-                f"fedquilt probe --space {space.name}."
+                f"{self.space} has no block {error.args[0]}. Measure the space with the same "
+                f"image size and classes: fedquilt probe --space {space.name}."
             ) from error
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,23 +179,23 @@ def measure_blocks(
     return LatencyTable(space.name, times, machine, device, torch.get_num_threads(), date)
 
 
-def _milliseconds(block: BlockSpec, where: torch.device, seconds: float) -> float:
-    module: nn.Module = block.build().to(where).eval()
-    inputs = torch.randn(1, block.in_channels, block.size, block.size, device=where)
+def _milliseconds(block: BlockSpec, device: torch.device, seconds: float) -> float:
+    module: nn.Module = block.build().to(device).eval()
+    inputs = torch.randn(1, block.in_channels, block.size, block.size, device=device)
     passes: list[float] = []
     with torch.inference_mode():
         for _ in range(WARM_UP):
             module(inputs)
         until = time.perf_counter() + seconds
         while not passes or time.perf_counter() < until:
-            _synchronize(where)
+            _synchronize(device)
             began = time.perf_counter()
             module(inputs)
-            _synchronize(where)
+            _synchronize(device)
             passes.append(time.perf_counter() - began)
     return 1000 * sorted(passes)[len(passes) // 2]
 
 
-def _synchronize(where: torch.device) -> None:
-    if where.type == "cuda":
-        torch.cuda.synchronize(where)
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -66,9 +66,8 @@ class Limits:
         if budget.share is not None:
             raise BudgetError(
                 f"a member of a supernet was asked for with the budget {budget}; members have no "
-                "common axes of which "
-                "they could keep a share. Give macs, params or memory, for instance by the fleet "
-                "`flop_limited`."
+                "common axes of which they could keep a share. Give macs, params or memory, for "
+                "instance by the fleet `flop_limited`."
             )
         return Limits(budget.macs, budget.params, budget.memory, milliseconds)
 

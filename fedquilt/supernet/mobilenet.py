@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from typing_extensions import override
+
 from fedquilt.models.mobilenet import multiple_of_8
 from fedquilt.supernet.blocks import BlockSpec, ConvSpec, HeadSpec, InvertedSpec
 from fedquilt.supernet.space import HEAD, Config, Space, StageOptions
@@ -40,9 +42,11 @@ class InvertedSpace(Space):
     hidden: ClassVar[int] = 0  # outputs of the hidden linear layer; 0 if there is none
 
     @property
+    @override
     def stages(self) -> tuple[StageOptions, ...]:
         return self.options
 
+    @override
     def blocks(self, config: Config) -> dict[str, BlockSpec]:
         stem = ConvSpec(
             self.in_channels,

@@ -92,9 +92,8 @@ class SearchedModel:
         if len(shape) != 3 or shape[1] != shape[2] or not data.num_classes:
             raise ConfigError(
                 f"searched nets were asked for; they classify square images, and {data.name} has "
-                "samples of shape "
-                f"{shape} and {data.num_classes} classes. Name models that fit, or your own search "
-                "space."
+                f"samples of shape {shape} and {data.num_classes} classes. Name models that fit, "
+                "or your own search space."
             )
         name = self.space or ("tiny" if shape[1] <= TINY_IMAGES else "mobilenetv3")
         return replace(

@@ -21,7 +21,6 @@ from fedquilt.supernet.space import Config, Space
 
 KNOWLEDGE = "knowledge"  # Name of the knowledge net.
 KNOWLEDGE_SHARE = 1 / 2  # Default size of the knowledge net, as a share of the weakest limit.
-
 Account = Literal["pair", "private"]
 Net = nn.Module | Callable[[], nn.Module]  # Models that `fedquilt.trace` takes.
 
@@ -43,7 +42,7 @@ class SearchedNets:
         return union({name: trace(net, example) for name, net in self.nets.items()})
 
 
-def searched_nets(
+def searched_nets(  # noqa: PLR0913  # The keywords are the user's interface.
     space: Space,
     fleet: DeviceCounts,
     *,
@@ -85,9 +84,8 @@ def searched_nets(
     """
     if supernet is not None and supernet.space.with_classes(space.num_classes) != space:
         raise ConfigError(
-            f"nets of {space} were asked for with the weights of a supernet of {supernet.space}. A "
-            "supernet of the "
-            "same space would work."
+            f"nets of {space} were asked for with the weights of a supernet of {supernet.space}. "
+            "A supernet of the same space would work."
         )
     meter = meter or Meter(space)
     search = Search(meter, score, options, measure)

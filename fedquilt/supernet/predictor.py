@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from fedquilt.errors import ConfigError
 
 Floats = NDArray[np.float64]
-
 # on squared coefficients of standardized features
 PENALTIES = tuple(10.0**power for power in range(-3, 5))
 MIN_MEASURED = 8  # Members to fit on, at least. With fewer the choice of a penalty is random.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from fedquilt.models.mobilenet import multiple_of_8
 from fedquilt.supernet.blocks import BlockSpec, BottleneckSpec, ConvSpec, HeadSpec
 from fedquilt.supernet.space import HEAD, Config, Space, StageOptions
@@ -30,10 +32,12 @@ class ResNet50Space(Space):
     name = "resnet50"
 
     @property
+    @override
     def stages(self) -> tuple[StageOptions, ...]:
         depths = [tuple(range(max_depth - 2, max_depth + 1)) for max_depth in self.depths]
         return tuple(StageOptions(options, self.expansions, (), self.widths) for options in depths)
 
+    @override
     def blocks(self, config: Config) -> dict[str, BlockSpec]:
         stem_channels = multiple_of_8(round(self.stem * config.widths[0]))
         stem = ConvSpec(

@@ -13,17 +13,17 @@ from torch import Tensor
 from fedquilt.errors import DataError
 from fedquilt.supernet.blocks import MemberCost
 from fedquilt.supernet.elastic import Supernet
+from fedquilt.supernet.evaluate import member_accuracy
+from fedquilt.supernet.images import SupernetData
 from fedquilt.supernet.meter import Meter
 from fedquilt.supernet.predictor import Floats, Predictor
 from fedquilt.supernet.search import Measure, Search
 from fedquilt.supernet.space import Config
-from fedquilt.supernet.training import SupernetData, member_accuracy
 
 NUM_MEASURED = 128  # Members on which a predictor is fitted.
 MAX_VALIDATION = 2_000  # Images on which accuracy is measured. Rotation gives four samples of each.
 # Images on which norm statistics are measured. Rotation gives four samples of each.
 MAX_CALIBRATION = 500
-
 # is called with the number of measured members and of all to be measured
 Watch = Callable[[int, int], None]
 
@@ -37,16 +37,14 @@ class Validation:
 
     images: Tensor  # (sample, channel, height, width)
     labels: Tensor  # (sample,)
-    calibration: (
-        Tensor  # (sample, channel, height, width) images on which norm statistics are measured
-    )
+    # (sample, channel, height, width) Images on which norm statistics are measured.
+    calibration: Tensor
 
     def __post_init__(self) -> None:
         if len(self.images) != len(self.labels) or not len(self.images):
             raise DataError(
-                f"members were to be measured on {len(self.images)} images with {len(self.labels)} "
-                "labels; every "
-                "image needs a label, and there must be some."
+                f"members were to be measured on {len(self.images)} images with "
+                f"{len(self.labels)} labels; every image needs a label, and there must be some."
             )
 
     @staticmethod
@@ -98,9 +96,9 @@ class MeasuredAccuracy:
 class MeasuredMember:
     """A member of a supernet, and its measured accuracy."""
 
-    config: Config
-    costs: MemberCost
-    accuracy: float  # in [0, 1]
+    config: Config  # Choices of the member.
+    costs: MemberCost  # Multiply-adds and parameters.
+    accuracy: float  # Measured accuracy, in [0, 1].
 
 
 def measured_members(
@@ -139,8 +137,8 @@ def measured_members(
 class PredictedAccuracy:
     """A score for `Search`: the accuracy that a fitted predictor gives."""
 
-    meter: Meter
-    predictor: Predictor
+    meter: Meter  # Counter of costs.
+    predictor: Predictor  # Predictor that was fitted on measured members.
 
     def __call__(self, configs: Sequence[Config]) -> Floats:
         """Return the predicted accuracies, (member,)."""

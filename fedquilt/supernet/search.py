@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -16,18 +15,17 @@ from numpy.typing import NDArray
 from fedquilt.checks import one_of, within
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.errors.extras import how_to_install
+from fedquilt.supernet.genome import Genes, Genome
 from fedquilt.supernet.limits import Limits
 from fedquilt.supernet.meter import Costs, Meter
 from fedquilt.supernet.predictor import Floats
-from fedquilt.supernet.space import KINDS, Config, Space, SpaceChoice
+from fedquilt.supernet.space import Config
 from fedquilt.units import amount
 
-Genes = tuple[int, ...]  # A configuration, as the index of each choice's option.
 Score = Callable[[Sequence[Config]], Floats]  # Returns scores of configurations. Higher is better.
 Measure = Callable[[Config], float]  # Returns the accuracy of a member.
 Strategy = Literal["evolution", "random", "exhaustive"]
 Watch = Callable[[int, int], None]  # Gets the number of finished generations and of all.
-
 # Configurations up to which a space is enumerated, so that its best member is known exactly.
 MAX_ENUMERATED = 20_000
 SATURATED = 12  # Generations without a better member after which the evolution ends.
@@ -83,8 +81,8 @@ class Options:
 class Found:
     """A member that a search found."""
 
-    config: Config
-    costs: Costs
+    config: Config  # Choices of the member.
+    costs: Costs  # Multiply-adds, parameters, memory and time.
     score: float  # Predicted accuracy, or the proxy: multiply-adds, then parameters.
     limits: Limits  # Limits that the member was searched for.
     scored: int  # Number of members that the search scored.
@@ -94,85 +92,6 @@ class Found:
     def name(self) -> str:
         """Return a name with the multiply-adds that is a valid module name, such as `net44_8M`."""
         return f"net{amount(self.costs.macs)}".replace(".", "_")
-
-
-class Genome:
-    """Conversion between configurations of a space and genes, which are tuples of integers.
-
-    A gene is the index of a choice's option. A higher index is a larger option, which costs more.
-    Choices of blocks that are not kept are 0.
-    """
-
-    def __init__(self, space: Space) -> None:
-        self.choices: tuple[SpaceChoice, ...] = space.choices
-        self.sizes = tuple(len(choice.options) for choice in self.choices)
-        self._kinds = {
-            kind: [i for i, choice in enumerate(self.choices) if choice.kind == kind]
-            for kind in KINDS
-        }
-        self._depths = {self.choices[i].stage: i for i in self._kinds["depths"]}
-
-    def config(self, genes: Genes) -> Config:
-        """Return the configuration of canonical genes."""
-        values = [choice.options[gene] for choice, gene in zip(self.choices, genes, strict=True)]
-        fields: dict[str, Any] = {
-            kind: tuple(values[i] for i in places) for kind, places in self._kinds.items()
-        }
-        return Config(**fields)
-
-    def is_kept(self, place: int, genes: Sequence[int]) -> bool:
-        """Return True if a choice has an effect, because its block is kept."""
-        choice = self.choices[place]
-        if choice.block is None:
-            return True
-        depth = self._depths[choice.stage]
-        return choice.block < self.choices[depth].options[genes[depth]]
-
-    def canonical(self, genes: Sequence[int]) -> Genes:
-        """Return the genes with choices that have no effect at 0. Equal nets have equal genes."""
-        return tuple(
-            int(gene) if self.is_kept(index, genes) else 0 for index, gene in enumerate(genes)
-        )
-
-    def random(self, random: np.random.Generator) -> Genes:
-        """Draw every choice uniformly from its options."""
-        return self.canonical([int(random.integers(count)) for count in self.sizes])
-
-    def smaller(self, genes: Genes) -> list[int]:
-        """Return the choices that can take a smaller option."""
-        return [index for index, gene in enumerate(genes) if gene > 0]
-
-    def larger(self, genes: Genes) -> list[int]:
-        """Return the choices that can take a larger option."""
-        places = enumerate(zip(genes, self.sizes, strict=True))
-        return [
-            index
-            for index, (gene, count) in places
-            if gene + 1 < count and self.is_kept(index, genes)
-        ]
-
-    def moved(self, genes: Genes, place: int, by: int) -> Genes:
-        """Return the genes with one choice moved to another option."""
-        return self.canonical([gene + by if i == place else gene for i, gene in enumerate(genes)])
-
-    def __iter__(self) -> Iterator[Genes]:
-        """Iterate over the genes of all configurations, each once."""
-        depths = [
-            range(self.sizes[index]) if self.choices[index].kind == "depths" else (0,)
-            for index in self._places
-        ]
-        for depth_genes in product(*depths):
-            ranges = [
-                (depth_genes[index],)
-                if self.choices[index].kind == "depths"
-                else range(self.sizes[index] if self.is_kept(index, depth_genes) else 1)
-                for index in self._places
-            ]
-            yield from product(*ranges)
-
-    @property
-    def _places(self) -> range:
-        return range(len(self.choices))
 
 
 class Search:
@@ -253,11 +172,9 @@ class Search:
         exceeded = self.meter.exceeded(smallest, limits)
         if exceeded:
             raise BudgetError(
-                f"a member of {self.space.name} was asked for within {limits}; the smallest member "
-                "has "
-                f"{self.meter.costs(smallest)}, which exceeds {' and '.join(exceeded)}. Raise "
-                "these limits, or use a "
-                "smaller space."
+                f"a member of {self.space.name} was asked for within {limits}; the smallest "
+                f"member has {self.meter.costs(smallest)}, which exceeds "
+                f"{' and '.join(exceeded)}. Raise these limits, or use a smaller space."
             )
 
     def _capacity(self, limits: Limits) -> float:
@@ -314,14 +231,16 @@ class Search:
         if self.options.strategy == "random":
             return self._draw(limits, count)
         filled = self._filled(limits)
-        task = _Task(self, limits, self._least(limits, filled))
+        candidates = _Candidates(self, limits, self._min_macs(limits, filled))
         if self.options.strategy == "exhaustive":
-            self._exhaust(task)
+            self._exhaust(candidates)
         else:
-            self._evolve(task, filled, watch)
-        ranked = sorted(task.scores, key=lambda genes: (task.scores[genes], genes), reverse=True)
+            self._evolve(candidates, filled, watch)
+        ranked = sorted(
+            candidates.scores, key=lambda genes: (candidates.scores[genes], genes), reverse=True
+        )
         return [
-            self._found(genes, task.scores[genes], limits, len(task.scores))
+            self._found(genes, candidates.scores[genes], limits, len(candidates.scores))
             for genes in ranked[:count]
         ]
 
@@ -329,7 +248,7 @@ class Search:
         config = self._genome.config(genes)
         return Found(config, self.meter.costs(config), score, limits, scored)
 
-    def _least(self, limits: Limits, filled: Sequence[Genes]) -> float:
+    def _min_macs(self, limits: Limits, filled: Sequence[Genes]) -> float:
         """Return the fewest multiply-adds that a candidate may have.
 
         Args:
@@ -340,7 +259,7 @@ class Search:
         aim = limits.macs or math.inf
         return self.options.floor * (aim if max_macs >= self.options.floor * aim else max_macs)
 
-    def _exhaust(self, task: _Task) -> None:
+    def _exhaust(self, candidates: _Candidates) -> None:
         if not self.is_enumerable:
             raise ConfigError(
                 f"an exhaustive search of {self.space.name} was asked for; it has "
@@ -348,13 +267,17 @@ class Search:
                 f"configurations, and at most {MAX_ENUMERATED:,} are enumerated. "
                 'strategy="evolution" fits.'
             )
-        places = np.flatnonzero(self._fitting(task.limits) & (self._column("macs") >= task.least))
-        task.fitness([self._all[index] for index in places])
+        is_candidate = self._fitting(candidates.limits) & (
+            self._column("macs") >= candidates.min_macs
+        )
+        candidates.fitness([self._all[index] for index in np.flatnonzero(is_candidate)])
 
-    def _evolve(self, task: _Task, filled: Sequence[Genes], watch: Watch | None) -> None:
-        """Evolve a population by PyGAD: tournaments, uniform crossing, and mutation of single
-        choices.
+    def _evolve(
+        self, candidates: _Candidates, filled: Sequence[Genes], watch: Watch | None
+    ) -> None:
+        """Evolve a population by PyGAD.
 
+        Parents are chosen in tournaments and crossed uniformly. Mutation changes single choices.
         After every mutation configurations are moved back to the limits (`_fill`), so that nearly
         all of a generation are candidates. The two best are kept from generation to generation.
         """
@@ -363,16 +286,25 @@ class Search:
         random = np.random.default_rng([options.seed, 1])
         start = list(filled[: options.population])
         while len(start) < options.population:
-            start.append(self._fill(self._genome.random(random), task.limits, task.least, random))
+            start.append(
+                self._fill(
+                    self._genome.random(random), candidates.limits, candidates.min_macs, random
+                )
+            )
 
         def mended(algorithm: Any, offspring: NDArray[Any]) -> NDArray[Any]:
             children = [self._genome.canonical(row) for row in offspring.tolist()]
             return np.asarray(
-                [self._fill(child, task.limits, task.least, random) for child in children]
+                [
+                    self._fill(child, candidates.limits, candidates.min_macs, random)
+                    for child in children
+                ]
             )
 
         def fitness(algorithm: Any, rows: NDArray[Any], places: Any) -> list[float]:
-            return task.fitness([self._genome.canonical(row) for row in np.asarray(rows).tolist()])
+            return candidates.fitness(
+                [self._genome.canonical(row) for row in np.asarray(rows).tolist()]
+            )
 
         def report(algorithm: Any) -> None:
             if watch:
@@ -417,11 +349,9 @@ class Search:
                 break
         if not candidates:
             genes = self._fill(genes, limits, min_macs, random)
-            candidates[
-                genes
-                if self._macs(genes) >= self.options.floor * capacity
-                else self._filled(limits)[0]
-            ] = None
+            if self._macs(genes) < self.options.floor * capacity:
+                genes = self._filled(limits)[0]
+            candidates[genes] = None
         scores = self.score([self._genome.config(genes) for genes in candidates])
         ranked = sorted(zip(scores.tolist(), candidates, strict=True), reverse=True)
         return [self._found(genes, score, limits, len(candidates)) for score, genes in ranked]
@@ -476,8 +406,7 @@ class Search:
         return fits
 
     def _filled(self, limits: Limits) -> list[Genes]:
-        """Return members within the limits that use as many multiply-adds as they can, the largest
-        first.
+        """Return members that use as many multiply-adds as the limits allow, the largest first.
 
         In a small space the first has the most multiply-adds of all members within the limits.
         """
@@ -514,23 +443,24 @@ class Search:
 
 
 @dataclass
-class _Task:
+class _Candidates:
     """The candidates of one search and their scores."""
 
     search: Search
-    limits: Limits
-    least: float  # multiply-adds of a candidate
-    scores: dict[Genes, float] = field(default_factory=dict)
+    limits: Limits  # Limits of the device.
+    min_macs: float  # Fewest multiply-adds that a candidate has.
+    scores: dict[Genes, float] = field(default_factory=dict)  # Scores of candidates.
 
     def is_candidate(self, genes: Genes) -> bool:
         """Return True if a configuration is within the limits and uses enough of them."""
-        return self.search._macs(genes) >= self.least and not self.search._exceeds(
+        return self.search._macs(genes) >= self.min_macs and not self.search._exceeds(
             genes, self.limits
         )
 
     def fitness(self, rows: Sequence[Genes]) -> list[float]:
-        """Return the scores of candidates. Other configurations rank below all candidates, and are
-        not scored.
+        """Return the scores of candidates.
+
+        Other configurations rank below all candidates, and are not scored.
         """
         new = [
             genes

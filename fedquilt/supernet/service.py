@@ -16,7 +16,6 @@ from fedquilt.supernet.space import Config
 from fedquilt.terms import Budget
 
 SERVICE_FLOOR = 0.95  # Least share of a limit's multiply-adds that a member has: `SearchService`.
-
 # is called with the number of searches that are done and of all searches
 Watch = Callable[[int, int], None]
 
@@ -51,7 +50,7 @@ class SearchService:
     member is below its limit. So the service's searches use a floor of `SERVICE_FLOOR`, which is
     higher than that of a single search.
 
-    All methods may be called by several threads. A search in one thread does not delay answers from
+    All methods may be called by several threads. A search in one thread does not delay results for
     members that exist. Every member is built once.
     """
 
@@ -137,10 +136,8 @@ class SearchService:
             smallest = self._members[0]
             raise BudgetError(
                 f"a member within {limits} was asked for; the service has its {self.num_members} "
-                "members already, "
-                f"and the smallest, {smallest.name}, has {smallest.costs}. A larger num_members or "
-                "limits that allow "
-                "this member would work."
+                f"members already, and the smallest, {smallest.name}, has {smallest.costs}. A "
+                "larger num_members or limits that allow this member would work."
             )
         return member
 

@@ -102,8 +102,8 @@ def import_weights(space: Space, path: str | Path) -> Supernet:
     if problems:
         raise RecordError(
             f"{path} does not have the weights of the largest net of {space.name}: "
-            f"{'; '.join(problems)}. "
-            f"`fedquilt supernet show {space.name} --names` lists the names.",
+            f"{'; '.join(problems)}. `fedquilt supernet show {space.name} --names` lists the "
+            "names.",
         )
     supernet.net.load_state_dict(state | weights)
     return supernet.eval()
@@ -259,19 +259,19 @@ def _filled(kind: type[Space], fields: Mapping[str, Any], path: Path) -> Space:
         raise RecordError(f"{path} does not fit the space {kind.name!r}: {error}.") from error
 
 
-def _check_same(asked: Mapping[str, Any], found: Mapping[str, Any], path: Path) -> None:
+def _check_same(requested: Mapping[str, Any], stored: Mapping[str, Any], path: Path) -> None:
     """Refuse a file whose space differs from the requested one."""
-    if asked == found:
+    if requested == stored:
         return
-    keys = {**asked["fields"], **found["fields"]}
-    differing = [key for key in keys if asked["fields"].get(key) != found["fields"].get(key)]
+    keys = {**requested["fields"], **stored["fields"]}
+    differing = [key for key in keys if requested["fields"].get(key) != stored["fields"].get(key)]
 
     def described(space: Mapping[str, Any]) -> str:
         fields = [f"{key} = {space['fields'][key]}" for key in differing if key in space["fields"]]
         return f"{space['name']!r}" + (f" with {', '.join(fields)}" if fields else "")
 
     raise RecordError(
-        f"{path} is of the space {described(found)}; {described(asked)} was asked for. "
+        f"{path} is of the space {described(stored)}; {described(requested)} was asked for. "
         "Give the file's own space, or train a supernet of yours.",
     )
 
@@ -291,16 +291,16 @@ def _load(supernet: Supernet, tensors: Mapping[str, Tensor], path: Path) -> None
 
 def _mismatches(
     needed: Mapping[str, Tensor],
-    found: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     optional: frozenset[str] | set[str] = frozenset(),
 ) -> list[str]:
     """List missing names, unexpected names and differing shapes, the first few of each."""
-    missing = [name for name in needed if name not in found and name not in optional]
-    unexpected = [name for name in found if name not in needed]
+    missing = [name for name in needed if name not in tensors and name not in optional]
+    unexpected = [name for name in tensors if name not in needed]
     shapes = [
-        f"{name} has shape {tuple(found[name].shape)} instead of {tuple(tensor.shape)}"
-        for name, tensor in needed.items()
-        if name in found and found[name].shape != tensor.shape
+        f"{name} has shape {tuple(tensors[name].shape)} instead of {tuple(needed_tensor.shape)}"
+        for name, needed_tensor in needed.items()
+        if name in tensors and tensors[name].shape != needed_tensor.shape
     ]
     problems = []
     if missing:

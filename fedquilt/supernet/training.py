@@ -8,7 +8,6 @@ largest net as it was before shrinking.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -16,122 +15,23 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedquilt import noise
-from fedquilt.data import Pool
-from fedquilt.errors import ConfigError, DataError, DivergenceError, RecordError
+from fedquilt.errors import ConfigError, DivergenceError, RecordError
 from fedquilt.hardware.device import device_of
 from fedquilt.hardware.precision import Precision, computing
 from fedquilt.supernet.elastic import Supernet, recalibrate
-from fedquilt.supernet.space import Config, Space, SpaceChoice
+from fedquilt.supernet.images import NUM_ROTATIONS, SupernetData
+from fedquilt.supernet.phases import Phase, phases
+from fedquilt.supernet.space import Config, Space
 from fedquilt.supernet.store import read_tensors, save_supernet, space_of, write_tensors
 
-Labels = Literal["rotations", "own"]
-NUM_ROTATIONS = 4
 CHECKPOINT = ".training"  # Suffix that a checkpoint adds to the name of the final file.
-
-
-def rotations(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return images rotated by 0, 90, 180 and 270 degrees, with the rotation as label 0, 1, 2 or 3.
-
-    Args:
-        images: (sample, channel, height, width) Square images.
-
-    Returns:
-        (4 · sample, channel, height, width) images, all of one rotation after the other, and
-        (4 · sample,) labels.
-    """
-    turned = torch.cat([torch.rot90(images, turn, (2, 3)) for turn in range(NUM_ROTATIONS)])
-    labels = torch.arange(NUM_ROTATIONS, device=images.device).repeat_interleave(len(images))
-    return turned, labels
-
-
-@dataclass(frozen=True, eq=False)
-class SupernetData:
-    """Images for pre-training, with labels or without."""
-
-    images: Tensor  # (sample, channel, height, width) Scaled images, as the nets get them.
-    labels: Tensor | None = None  # (sample,) Classes from 0 on. None: rotations are the labels.
-    num_classes: int = NUM_ROTATIONS  # Number of classes.
-
-    def __post_init__(self) -> None:
-        images = self.images
-        if images.dim() != 4 or images.shape[2] != images.shape[3] or len(images) < 2:
-            raise DataError(
-                "A supernet is trained on at least two square images "
-                f"(sample, channel, size, size); found samples of shape {tuple(images.shape)}.",
-            )
-        if not images.is_floating_point():
-            raise DataError(
-                f"A supernet is trained on real numbers; found images of {images.dtype}.",
-            )
-        if self.labels is not None and self.labels.shape != images.shape[:1]:
-            raise DataError(
-                f"{len(images)} images have labels of shape {tuple(self.labels.shape)}.",
-            )
-
-    @classmethod
-    def of_pool(cls, pool: Pool, labels: Labels = "rotations") -> SupernetData:
-        """Take images from a pool, scaled as for a run.
-
-        Args:
-            pool: A pool of images.
-            labels: "rotations" takes the public images, or the training images if there are none.
-                "own" takes the training images with their classes.
-
-        Raises:
-            DataError: The pool has no images, or no classes although `labels` is "own".
-        """
-        if labels == "own" and not pool.num_classes:
-            raise DataError(
-                f"{pool.name} has no classes to train on; labels = rotations would work.",
-            )
-        is_public = labels == "rotations" and pool.public is not None
-        stored = pool.public if is_public and pool.public is not None else pool.inputs
-        images = stored.float() if pool.scale is None else pool.scale(stored)
-        if labels == "rotations":
-            return cls(images)
-        return cls(images, pool.targets, pool.num_classes)
-
-    @property
-    def fingerprint(self) -> str:
-        """Return a checksum of images and labels."""
-        digest = hashlib.sha256(self.images.cpu().contiguous().numpy().tobytes())
-        if self.labels is not None:
-            digest.update(self.labels.cpu().contiguous().numpy().tobytes())
-        return digest.hexdigest()
-
-    def to(self, device: torch.device) -> SupernetData:
-        """Return the data on a device."""
-        labels = None if self.labels is None else self.labels.to(device)
-        return SupernetData(self.images.to(device), labels, self.num_classes)
-
-    def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images and labels of some rows. Rotations give four samples for each row."""
-        rows = rows.to(self.images.device)
-        if self.labels is None:
-            return rotations(self.images[rows])
-        return self.images[rows], self.labels[rows]
-
-    def fit(self, space: Space) -> Space:
-        """Return the space with the number of classes of the data.
-
-        Raises:
-            DataError: The shape of the images is not that of the space.
-        """
-        expected_shape = (space.in_channels, space.image_size, space.image_size)
-        image_shape = tuple(self.images.shape[1:])
-        if image_shape != expected_shape:
-            raise DataError(
-                f"The space {space.name} takes images of shape {expected_shape}; found "
-                f"{image_shape}. Set image_size and in_channels of the space to those of the data.",
-            )
-        return space.with_classes(self.num_classes)
 
 
 @dataclass(frozen=True)
@@ -173,74 +73,6 @@ class SupernetTraining:
                 "for; epochs, batch_size, calibration and rates must be above 0, the others at "
                 "least 0.",
             )
-
-
-PHASE_KINDS = ("kernels", "depths", "expansions", "widths")  # Order in which choices are opened.
-# Members that are trained in each step, by phase.
-NETS_PER_STEP = {"largest": 1, "kernels": 1, "depths": 2, "expansions": 4, "widths": 4}
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One phase of progressive shrinking, which opens options of one kind of choice.
-
-    Choices of later kinds have their largest option. Kernel transforms are frozen before the kernel
-    phase. Norm statistics of the largest net are frozen in every shrinking phase, and measured
-    again after it.
-    """
-
-    kind: str  # Kind of choice that the phase opens, or "largest" before any is open.
-    num_options: int  # Number of open options of this kind, counted from the largest one.
-
-    @property
-    def name(self) -> str:
-        """Return a readable name, such as "depths (2 options)"."""
-        return self.kind if self.kind == "largest" else f"{self.kind} ({self.num_options} options)"
-
-    @property
-    def nets(self) -> int:
-        """Return the number of members that a step trains."""
-        return NETS_PER_STEP[self.kind]
-
-    @property
-    def trains_transforms(self) -> bool:
-        """Return True if kernel transforms are trained."""
-        return self.kind != "largest"
-
-    def options(self, choice: SpaceChoice) -> tuple[float, ...]:
-        """Return the open options of a choice, ascending."""
-        if self.kind == "largest":
-            return choice.options[-1:]
-        opens = PHASE_KINDS.index(choice.kind)
-        current = PHASE_KINDS.index(self.kind)
-        if opens < current:
-            return choice.options
-        return choice.options[-self.num_options :] if opens == current else choice.options[-1:]
-
-    def sample(self, space: Space, generator: torch.Generator) -> Config:
-        """Draw a member from the options that are open."""
-        draws = torch.rand(len(space.choices), generator=generator, dtype=torch.float64).tolist()
-        values = []
-        for choice, draw in zip(space.choices, draws, strict=True):
-            options = self.options(choice)
-            values.append(options[math.floor(draw * len(options))])
-        return space.unflat(values)
-
-
-def phases(space: Space) -> list[Phase]:
-    """List the phases of a space: the largest net, then one kind of choice after the other.
-
-    Kernels open at once. The other kinds open their two largest options first, then all.
-    """
-    phase_list = [Phase("largest", 1)]
-    for kind in PHASE_KINDS:
-        num_options = max(
-            (len(choice.options) for choice in space.choices if choice.kind == kind),
-            default=1,
-        )
-        steps = {num_options} if kind == "kernels" else {min(2, num_options), num_options}
-        phase_list += [Phase(kind, count) for count in sorted(steps) if count > 1]
-    return phase_list
 
 
 @dataclass(frozen=True)
@@ -427,8 +259,8 @@ class _Trainer:
         loss, accuracy = (sums / len(batches)).tolist()
         if not math.isfinite(loss):
             raise DivergenceError(
-                f"The loss of the supernet is {loss} in phase {phase.name}, "
-                f"epoch {self.epoch + 1}. A lower rate may help. The last checkpoint is intact.",
+                f"The loss of the supernet is {loss} in phase {phase.name}, epoch "
+                f"{self.epoch + 1}. A lower rate may help. The last checkpoint is intact.",
             )
         return loss, accuracy
 
@@ -519,13 +351,15 @@ class _Trainer:
         for name, momentum in _part(tensors, "momentum/").items():
             self.optimizer.state[parameters[name]]["momentum_buffer"] = momentum.to(self.device)
 
-    def _check_identity(self, found: Mapping[str, Any], path: Path) -> None:
+    def _check_identity(self, stored: Mapping[str, Any], path: Path) -> None:
         expected = json.loads(json.dumps(self.fingerprint))
-        expected, found = (
-            {**fingerprint, **fingerprint["settings"]} for fingerprint in (expected, found)
+        expected, stored = (
+            {**fingerprint, **fingerprint["settings"]} for fingerprint in (expected, stored)
         )
         keys = [key for key in expected if key != "settings"]
-        differing = [f"{key} = {found.get(key)}" for key in keys if found.get(key) != expected[key]]
+        differing = [
+            f"{key} = {stored.get(key)}" for key in keys if stored.get(key) != expected[key]
+        ]
         if differing:
             raise RecordError(
                 f"{path} is the checkpoint of another training: it has {', '.join(differing)}. "
@@ -540,43 +374,3 @@ def _frozen(net: nn.Module) -> nn.Module:
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     names = [name for name in tensors if name.startswith(prefix)]
     return {name.removeprefix(prefix): tensors[name] for name in names}
-
-
-# --- evaluation ---------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def accuracy(net: nn.Module, images: Tensor, labels: Tensor, batch_size: int = 512) -> float:
-    """Return the share of images that a net classifies correctly.
-
-    Args:
-        net: A net in evaluation mode.
-        images: (sample, channel, height, width) Images, on the device of the net.
-        labels: (sample,) Classes.
-        batch_size: Images per batch.
-    """
-    correct = 0
-    parts = zip(torch.split(images, batch_size), torch.split(labels, batch_size), strict=True)
-    for part, part_labels in parts:
-        correct += int((net(part).argmax(1) == part_labels).sum())
-    return correct / len(images)
-
-
-def member_accuracy(
-    supernet: Supernet,
-    config: Config,
-    calibration: Tensor,
-    images: Tensor,
-    labels: Tensor,
-) -> float:
-    """Take a member from a supernet, measure its norm statistics and return its accuracy.
-
-    Args:
-        supernet: A trained supernet.
-        config: Configuration of the member.
-        calibration: (sample, channel, height, width) Training images for the norm statistics.
-        images: (sample, channel, height, width) Test images.
-        labels: (sample,) Classes of the test images, those of the pre-training task.
-    """
-    member = recalibrate(supernet.member(config), calibration).eval()
-    return accuracy(member, images, labels)

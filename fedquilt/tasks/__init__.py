@@ -7,7 +7,8 @@ from fedquilt.names import find, is_reference, said
 from fedquilt.tasks.check import check_task
 from fedquilt.tasks.classification import Classification
 from fedquilt.tasks.infer import classes_second, infer
-from fedquilt.tasks.metrics import METRICS, CollectedMetric, Metric, SumMetric
+from fedquilt.tasks.metrics.base import CollectedMetric, Metric, SumMetric
+from fedquilt.tasks.metrics.registry import METRICS
 from fedquilt.tasks.multilabel import MultiLabel
 from fedquilt.tasks.next_token import NextToken
 from fedquilt.tasks.regression import Regression

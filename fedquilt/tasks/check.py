@@ -12,7 +12,7 @@ from torch.func import grad, vmap
 
 from fedquilt.errors import ConfigError, FedquiltError
 from fedquilt.names import said
-from fedquilt.tasks.metrics import SumMetric
+from fedquilt.tasks.metrics.base import SumMetric
 from fedquilt.tasks.task import Task
 
 T = TypeVar("T")
@@ -53,10 +53,9 @@ def _check_loss(task: Task, outputs: Tensor, targets: Tensor) -> None:
     if losses.shape != counted.shape or losses.shape[:1] != targets.shape[:1]:
         raise ConfigError(
             f"{type(task).__name__}.losses returned shape {tuple(losses.shape)} and `counted` "
-            f"{tuple(counted.shape)} "
-            f"for {len(targets)} samples with targets of shape {tuple(targets.shape[1:])}; both "
-            "must be alike and "
-            f"begin with the sample: ({len(targets)}, …)."
+            f"{tuple(counted.shape)} for {len(targets)} samples with targets of shape "
+            f"{tuple(targets.shape[1:])}; both must be alike and begin with the sample: "
+            f"({len(targets)}, …)."
         )
 
     weights = torch.ones(len(targets), dtype=outputs.dtype, device=outputs.device)
@@ -66,8 +65,7 @@ def _check_loss(task: Task, outputs: Tensor, targets: Tensor) -> None:
         if loss.shape or not loss.is_floating_point():
             raise ConfigError(
                 f"{type(task).__name__}.mean_loss returned {loss.dtype} of shape "
-                f"{tuple(loss.shape)}; one real number "
-                "fits, of shape ()."
+                f"{tuple(loss.shape)}; one real number fits, of shape ()."
             )
     gradient = _called(
         task,
@@ -77,9 +75,8 @@ def _check_loss(task: Task, outputs: Tensor, targets: Tensor) -> None:
     if not bool(gradient.any()):
         raise ConfigError(
             f"{type(task).__name__}.mean_loss has a gradient of 0 at all outputs of the example, "
-            "so that nothing would "
-            "be learnt. It must be computed from the outputs by operations of torch that have a "
-            "gradient."
+            "so that nothing would be learnt. It must be computed from the outputs by operations "
+            "of torch that have a gradient."
         )
 
 
@@ -92,9 +89,9 @@ def _check_sums(task: Task, metric: SumMetric, outputs: Tensor, targets: Tensor)
     remainder = _called(task, subject, lambda: metric.sums(outputs[1:], targets[1:]))
     if not total.shape == first.shape == remainder.shape:
         raise ConfigError(
-            f"{type(task).__name__}: the sums of the {subject} have shape {tuple(total.shape)} for "
-            f"{len(targets)} samples "
-            f"and {tuple(first.shape)} for one; they must not depend on the number of samples."
+            f"{type(task).__name__}: the sums of the {subject} have shape {tuple(total.shape)} "
+            f"for {len(targets)} samples and {tuple(first.shape)} for one; they must not depend "
+            "on the number of samples."
         )
     summed = (first + remainder).double()
     if not torch.allclose(summed, total.double(), rtol=1e-4, atol=1e-6, equal_nan=True):
@@ -134,7 +131,6 @@ def _check_tensor(task: Task, what: str, value: object) -> None:
 def _check_figure(task: Task, name: str, value: object) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ConfigError(
-            f"{type(task).__name__}: the value of the metric {name!r} is a {type(value).__name__}; "
-            "a float fits, such "
-            "as tensor.item()."
+            f"{type(task).__name__}: the value of the metric {name!r} is a "
+            f"{type(value).__name__}; a float fits, such as tensor.item()."
         )

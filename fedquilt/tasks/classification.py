@@ -10,11 +10,12 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.checks import outside, refuse
 from fedquilt.errors import DataError
 from fedquilt.hardware.torch_internals import outside_functorch
-from fedquilt.tasks.metrics import EvalSpec
+from fedquilt.tasks.metrics.base import TargetKind
 from fedquilt.tasks.task import Augment, Task
 
 
@@ -31,7 +32,7 @@ class Classification(Task):
     class_weights: tuple[float, ...] = ()  # Factor of the loss of each class. Empty: 1 for all.
     ignore: int = -100  # Targets with this value are ignored in the loss and in metrics.
 
-    kind: ClassVar[EvalSpec | None] = "classes"
+    kind: ClassVar[TargetKind | None] = "classes"
     usual_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "loss")
 
     def __post_init__(self) -> None:
@@ -43,9 +44,11 @@ class Classification(Task):
         super().__post_init__()
 
     @property
+    @override
     def ignored(self) -> int:
         return self.ignore
 
+    @override
     def num_outputs(self, targets: Tensor, num_classes: int) -> int:
         if not num_classes:
             raise DataError(
@@ -58,6 +61,7 @@ class Classification(Task):
         classes = targets[targets != self.ignore]
         return int(classes.max()) + 1 if len(classes) else num_classes
 
+    @override
     def unfit(self, targets: Tensor, output_shape: Sequence[int]) -> str:
         classes, positions = output_shape[1], tuple(output_shape[2:])
         if targets.is_floating_point() or targets.dtype == torch.bool:
@@ -65,14 +69,14 @@ class Classification(Task):
         if tuple(targets.shape[1:]) == (1,) and not positions:
             return (
                 f"targets have shape {tuple(targets.shape)}; the output has {classes} classes for "
-                "each sample, so "
-                f"that targets of shape ({len(targets)},) would fit: targets.reshape(-1)"
+                f"each sample, so that targets of shape ({len(targets)},) would fit: "
+                "targets.reshape(-1)"
             )
         if tuple(targets.shape[1:]) != positions:
             return (
-                f"targets have shape {tuple(targets.shape[1:])} a sample; the output has {classes} "
-                "classes for each "
-                f"position of {positions}, so that targets of shape {positions} would fit"
+                f"targets have shape {tuple(targets.shape[1:])} a sample; the output has "
+                f"{classes} classes for each position of {positions}, so that targets of shape "
+                f"{positions} would fit"
             )
         if self.class_weights and len(self.class_weights) != classes:
             count = len(self.class_weights)
@@ -81,8 +85,7 @@ class Classification(Task):
         if len(outliers):
             return (
                 f"a target is {int(outliers[0])}; the output has {classes} classes, so that 0 to "
-                f"{classes - 1} fit, "
-                f"and {self.ignore} for targets that do not count"
+                f"{classes - 1} fit, and {self.ignore} for targets that do not count"
             )
         return ""
 
@@ -95,6 +98,7 @@ class Classification(Task):
             return targets
         return augment(targets.unsqueeze(1), self.ignore).squeeze(1)
 
+    @override
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.dim() == 2 or outputs.stride(1) != 1:
             return self._cross_entropy(outputs, targets, "none")
@@ -104,9 +108,11 @@ class Classification(Task):
         return self._cross_entropy(rows, targets.reshape(-1), "none").reshape(targets.shape)
 
     @property
+    @override
     def is_plain_entropy(self) -> bool:
         return not self.label_smoothing and not self.class_weights
 
+    @override
     def mean_loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         if weights is None:
             return self._cross_entropy(outputs, targets, "mean")
@@ -124,9 +130,11 @@ class Classification(Task):
             label_smoothing=self.label_smoothing,
         )
 
+    @override
     def counted(self, targets: Tensor) -> Tensor:
         return targets != self.ignore
 
+    @override
     def total(self, targets: Tensor) -> Tensor:
         weights = self._class_weights(torch.float64, targets.device)
         if weights is None:

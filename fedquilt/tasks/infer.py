@@ -51,10 +51,8 @@ def infer(
         names = " and ".join(type(task).__name__ for task in fitting)
         raise ConfigError(
             f"{name}: {names} both fit targets of {targets.dtype} that are all 0 or 1 and outputs "
-            "of shape "
-            f"{tuple(shape[1:])}. Choose one: task=MultiLabel() or task=Regression(), --task "
-            "multilabel or --task "
-            "regression."
+            f"of shape {tuple(shape[1:])}. Choose one: task=MultiLabel() or task=Regression(), "
+            "--task multilabel or --task regression."
         )
     listed_reasons = "\n  ".join(f"{type(task).__name__}: {why}." for task, why in reasons.items())
     raise DataError(
@@ -78,8 +76,7 @@ def classes_second(output_shape: Sequence[int], class_dim: int) -> tuple[int, ..
     if len(output_shape) < 2:
         raise DataError(
             f"the model's output has shape {tuple(output_shape)}; (sample, outputs) is needed, "
-            "also where there is one "
-            "output for each sample."
+            "also where there is one output for each sample."
         )
     shape = list(output_shape)
     shape.insert(1, shape.pop(class_dim))

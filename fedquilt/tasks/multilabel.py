@@ -8,8 +8,9 @@ from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
-from fedquilt.tasks.metrics import EvalSpec
+from fedquilt.tasks.metrics.base import TargetKind
 from fedquilt.tasks.task import Task, columns_unfit
 
 
@@ -21,15 +22,17 @@ class MultiLabel(Task):
     is binary cross-entropy, averaged over samples and labels.
     """
 
-    kind: ClassVar[EvalSpec | None] = "labels"
+    kind: ClassVar[TargetKind | None] = "labels"
     usual_metrics: ClassVar[tuple[str, ...]] = ("f1", "label_accuracy", "average_precision", "loss")
 
+    @override
     def unfit(self, targets: Tensor, output_shape: Sequence[int]) -> str:
         if why := columns_unfit(targets, output_shape):
             return why
         invalid = targets[(targets != 0) & (targets != 1)]
         return f"a target is {invalid[0].item()}; labels are 0 or 1" if len(invalid) else ""
 
+    @override
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         logits = outputs.reshape(targets.shape)
         labels = targets.to(logits.dtype)

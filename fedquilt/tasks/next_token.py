@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.tasks.classification import Classification
 
@@ -21,11 +22,11 @@ class NextToken(Classification):
 
     usual_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "loss", "perplexity")
 
+    @override
     def unfit(self, targets: Tensor, output_shape: Sequence[int]) -> str:
         if targets.dim() != 2:
             return (
                 f"targets have shape {tuple(targets.shape[1:])} a sample; one token for each "
-                "position, (length,), "
-                "would fit"
+                "position, (length,), would fit"
             )
         return super().unfit(targets, output_shape)

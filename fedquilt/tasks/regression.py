@@ -9,11 +9,12 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.checks import within
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
-from fedquilt.tasks.metrics import EvalSpec
+from fedquilt.tasks.metrics.base import TargetKind
 from fedquilt.tasks.task import Task, columns_unfit
 
 LossName = Literal["mse", "mae", "huber"]
@@ -26,7 +27,7 @@ class Regression(Task):
     loss: LossName = "mse"  # Loss of each number: squared (mse), absolute (mae) or huber.
     delta: float = 1.0  # Error at which the Huber loss changes from squared to linear.
 
-    kind: ClassVar[EvalSpec | None] = "numbers"
+    kind: ClassVar[TargetKind | None] = "numbers"
     usual_metrics: ClassVar[tuple[str, ...]] = ("rmse", "mae", "r2", "loss")
 
     def __post_init__(self) -> None:
@@ -39,6 +40,7 @@ class Regression(Task):
         within(self, delta="(0, inf)")
         super().__post_init__()
 
+    @override
     def unfit(self, targets: Tensor, output_shape: Sequence[int]) -> str:
         if not targets.is_floating_point():
             return f"targets are {targets.dtype}; real numbers fit, such as targets.float()"
@@ -47,6 +49,7 @@ class Regression(Task):
         num_not_finite = int((~targets.isfinite()).sum())
         return f"{num_not_finite} targets are not finite" if num_not_finite else ""
 
+    @override
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         # Outputs may be bfloat16. The loss is computed in the precision of the targets.
         dtype = torch.promote_types(outputs.dtype, targets.dtype)

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt.checks import one_of, within
 from fedquilt.errors import DataError
@@ -56,6 +57,7 @@ class Segmentation(Classification):
     # --- targets ---------------------------------------------------------------------------------
 
     @property
+    @override
     def counts_background(self) -> bool:
         return self.background
 
@@ -72,6 +74,7 @@ class Segmentation(Classification):
         """Return the first class of the Dice loss and of means over classes."""
         return 0 if self.background else 1
 
+    @override
     def unfit(self, targets: Tensor, output_shape: Sequence[int]) -> str:
         classes, size = output_shape[1], tuple(output_shape[2:])
         if not size:
@@ -98,10 +101,8 @@ class Segmentation(Classification):
             largest = f" and no other above {int(labelled.max())}" if len(labelled) else " alone"
             raise DataError(
                 f"Segmentation was asked for on {name}; its masks have the value "
-                f"{UNLABELLED}{largest}. If it marks "
-                f"voxels that do not count, task.ignore = {UNLABELLED} would fit. If it is a "
-                "class, number classes "
-                "from 0 on without gaps."
+                f"{UNLABELLED}{largest}. If it marks voxels that do not count, task.ignore = "
+                f"{UNLABELLED} would fit. If it is a class, number classes from 0 on without gaps."
             )
         if bool((counted >= self._first).any()):
             return
@@ -116,6 +117,7 @@ class Segmentation(Classification):
     # --- loss ------------------------------------------------------------------------------------
 
     @property
+    @override
     def is_plain_entropy(self) -> bool:
         return False
 
@@ -123,6 +125,7 @@ class Segmentation(Classification):
         """Return True for samples with at least one voxel that counts: (sample,)."""
         return self._voxels(targets).flatten(1).any(1)
 
+    @override
     def total(self, targets: Tensor) -> Tensor:
         return self.counted(targets).sum()
 
@@ -137,6 +140,7 @@ class Segmentation(Classification):
             return self._dice_losses(outputs, targets)
         return self._entropies(outputs, targets) + self._dice_losses(outputs, targets)
 
+    @override
     def mean_loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         return self.mean(self.losses(outputs, targets), targets, weights)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fedquilt.checks import refuse, within
 from fedquilt.errors import ConfigError, DataError
-from fedquilt.tasks.metrics import CollectedMetric, EvalSpec, Metric, SumMetric, find_metric
+from fedquilt.tasks.metrics.base import CollectedMetric, Metric, SumMetric, TargetKind
+from fedquilt.tasks.metrics.registry import find_metric
 
 
 class Augment(Protocol):
@@ -45,7 +46,7 @@ class Task(ABC):
     metrics: tuple[str, ...] = ()  # Names of metrics, the main one first. Empty: the usual ones.
     max_samples: int = 10_000  # Test samples whose outputs are kept for metrics of all outputs.
 
-    kind: ClassVar[EvalSpec | None] = None  # Kind of targets. None: a kind that fedquilt lacks.
+    kind: ClassVar[TargetKind | None] = None  # Kind of targets. None: a kind that fedquilt lacks.
     usual_metrics: ClassVar[tuple[str, ...]] = ("loss",)  # Names of metrics, the main one first.
 
     def __post_init__(self) -> None:
@@ -148,8 +149,7 @@ class Task(ABC):
         if len(output_shape) < 2:
             raise DataError(
                 f"{type(self).__name__}: the model's output has shape {tuple(output_shape)}; "
-                "(sample, outputs) is "
-                "needed, also where there is one output for each sample."
+                "(sample, outputs) is needed, also where there is one output for each sample."
             )
         if why := self.unfit(targets, output_shape):
             raise DataError(f"{type(self).__name__} was asked for on {name}; {why}.")
@@ -238,9 +238,8 @@ class Task(ABC):
         """
         raise ConfigError(
             f"{type(self).__name__} was asked for with a method that distils; it does not say how "
-            "far outputs are from "
-            f"a teacher's. Define {type(self).__name__}.divergences, or choose a method that does "
-            "not distil."
+            f"far outputs are from a teacher's. Define {type(self).__name__}.divergences, or "
+            "choose a method that does not distil."
         )
 
     # --- metrics ---------------------------------------------------------------------------------
@@ -339,8 +338,8 @@ class Task(ABC):
             sum_metrics = [metric.name for metric in self.measured if isinstance(metric, SumMetric)]
             raise ConfigError(
                 f"{type(self).__name__} measures {names}, which needs the outputs of all samples; "
-                f"{who} does not let "
-                f"outputs leave a device. task.metrics = {sum_metrics} would work."
+                f"{who} does not let outputs leave a device. task.metrics = {sum_metrics} would "
+                "work."
             )
 
 

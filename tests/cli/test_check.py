@@ -1,4 +1,4 @@
-"""`fedquilt check`: a table or JSON, an exit status, and what it refuses."""
+"""`fedquilt check`: a table or JSON, an exit status, and refused requests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import json
 import pytest
 from rich.console import Console
 
-from fedquilt.cli import main
-from fedquilt.cli.show import check_progress, show_findings
+from fedquilt.cli.main import main
+from fedquilt.cli.progress import check_progress
+from fedquilt.cli.results import show_findings
 from fedquilt.conformance.checks import CHECKS
 from fedquilt.conformance.method import Finding
 

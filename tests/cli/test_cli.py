@@ -24,12 +24,12 @@ import tyro
 from safetensors.torch import save_file
 
 import fedquilt as fq
-from fedquilt.cli import COMMANDS, main
+from fedquilt.cli.main import COMMANDS, main
 from fedquilt.cli.options import FLAGS, _given_once, refuse_repeated
 from fedquilt.engines import ENGINES
 from fedquilt.family.norms import NORM_POLICIES
-from fedquilt.fleets.budgets import Uniform
 from fedquilt.fleets.fleet import Devices
+from fedquilt.fleets.presets import Uniform
 from fedquilt.methods import METHODS
 from fedquilt.models import MODELS
 from fedquilt.round.link import CODECS
@@ -331,7 +331,7 @@ def test_the_resolved_file_alone_repeats_the_run_bit_for_bit(
         assert torch.equal(weight, theirs[name])
 
 
-def test_all_problems_are_told_at_once(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_are_reported_at_once(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("a.toml").write_text(
         SETTINGS.replace("shift", "shfit").replace("cohort", "cohrot") + "seed = true\n"
     )
@@ -385,7 +385,7 @@ def test_defaults_are_those_that_are_listed(capsys: pytest.CaptureFixture[str]) 
     assert (listed["batch_size"], listed["epochs"]) == (local.batch_size, local.epochs)
 
 
-def test_a_function_in_a_file_says_itself_how_clients_train(own: Path) -> None:
+def test_a_function_in_a_file_sets_local_training_itself(own: Path) -> None:
     """A class does not, any more than one with a name of ours: it is trained as what it is compared
     with.
     """
@@ -589,7 +589,7 @@ def test_a_run_leaves_a_folder(own: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "a run is there already" in capsys.readouterr().err
 
 
-def test_a_finished_run_tells_its_summary_or_trains_longer(
+def test_a_finished_run_prints_its_summary_or_trains_longer(
     own: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     summary = told(capsys, "run", *TINY, "--rounds", "2", "--out", "d")
@@ -620,7 +620,9 @@ def test_a_finished_run_tells_its_summary_or_trains_longer(
         assert torch.equal(weight, theirs[name])
 
 
-def test_a_run_goes_on_with_its_own_settings(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_keeps_its_own_settings(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     told(capsys, "run", *TINY, "--rounds", "1", "--out", "d")
     assert main(["run", "--resume", "d", "--seed", "3", "--set", "rounds=3"]) == 2
     assert "--resume d was asked for together with --seed, --set" in capsys.readouterr().err
@@ -643,10 +645,10 @@ def started(*args: str, cwd: Path) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     "by", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
-def test_an_interrupted_run_says_how_to_go_on(
+def test_an_interrupted_run_names_the_command_that_resumes_it(
     own: Path, by: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It ends with status 130 and a checkpoint, and resumed it comes to what it would have come to."""
+    """It ends with status 130 and a checkpoint, and the resumed run has the same result."""
     rounds = own / "a run" / "rounds.jsonl"
     with started("run", *TINY, "--rounds", "3000", "--out", "a run", "--json", cwd=own) as process:
         until = time.monotonic() + 60
@@ -661,8 +663,8 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert "Traceback" not in err
     done = rounds.read_text().count("\n")
     assert (
-        f"The run was stopped after round {done} of 3000. Go on with: fedquilt run --resume 'a run'"
-        in err
+        f"The run was stopped after round {done} of 3000. Continue with: fedquilt run "
+        "--resume 'a run'" in err
     )
     assert load_state("a run").round == done
     assert told(capsys, "run", "--resume", "a run", "--rounds", str(done + 2))["rounds"] == done + 2
@@ -716,7 +718,7 @@ def test_a_name_the_system_does_not_take_is_refused_in_a_line(
     assert told.endswith(" cannot be used: File name too long.\n")
 
 
-def test_a_full_disk_fails_the_run_and_says_so(
+def test_a_full_disk_fails_the_run_with_a_message(
     own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told(capsys, "run", *TINY, "--rounds", "1", "--out", "d")
@@ -734,7 +736,7 @@ def test_a_full_disk_fails_the_run_and_says_so(
     )
 
 
-def test_a_finished_run_with_damaged_files_shows_its_summary_and_says_so(
+def test_a_finished_run_with_damaged_files_shows_its_summary_and_reports_them(
     own: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     summary = told(capsys, "run", *TINY, "--rounds", "2", "--out", "d")
@@ -861,7 +863,7 @@ def test_a_wrong_request_exits_with_2(
 @pytest.mark.parametrize(
     "args", [[], ["rn"], ["run", "--ronds", "3"], ["list", "data", "--by", "age"]]
 )
-def test_arguments_nobody_knows_exit_with_2(
+def test_unknown_arguments_exit_with_2(
     args: Sequence[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -919,7 +921,7 @@ def test_domains_have_a_table_of_their_own(own: Path, capsys: pytest.CaptureFixt
     }
 
 
-def test_what_a_target_took_is_told(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cost_of_a_target_is_printed(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quick = [*TINY[:4], *THREE, "--cohort", "3", "--rounds", "3"]
     found = told(capsys, "run", "--method", "fedavg", *quick, "--out", "c", "--target", "0.01")
     plain = read_summary(Path("c"))
@@ -937,7 +939,7 @@ def test_what_a_target_took_is_told(own: Path, capsys: pytest.CaptureFixture[str
     assert "c/rounds.jsonl is not what was written" in capsys.readouterr().err
 
 
-def test_a_target_over_a_link_with_a_clock_is_told_in_its_time(
+def test_the_cost_of_a_target_includes_the_time_of_the_link(
     own: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = [*TINY[:4], "--cohort", "3", "--rounds", "1", "--link", "mobile", "--target", "0.01"]
@@ -971,7 +973,7 @@ def test_methods_are_listed_with_paper_options_and_defaults(
         assert set(entry["defaults"]) == set(entry["options"]), name
 
 
-def test_an_own_method_is_listed_with_its_options(
+def test_a_users_method_is_listed_with_its_options(
     own: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (own / "slow.py").write_text(OWN_METHOD)
@@ -1107,7 +1109,7 @@ def test_tables_of_papers_are_listed(capsys: pytest.CaptureFixture[str]) -> None
     assert "splitmix/" not in said
 
 
-def test_a_run_goes_over_a_link_by_name(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_uses_a_link_by_name(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {
         link: told(capsys, "run", *TINY, "--link", link, "--rounds", "2", "--out", f"runs/{link}")
         for link in ("perfect", "lossy-mild", "mobile")
@@ -1174,7 +1176,7 @@ def test_a_deadline_is_set_shown_and_listed(own: Path, capsys: pytest.CaptureFix
 
 
 def test_a_link_by_name_replaces_that_of_a_file(own: Path) -> None:
-    from fedquilt.cli import RunRequest
+    from fedquilt.cli.run import RunRequest
 
     Path("base.toml").write_text("\n".join(BASE))
 
@@ -1227,7 +1229,7 @@ def test_one_of_them_is_listed_with_all_one_can_set(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_what_is_listed_can_be_set(name: str) -> None:
+def test_listed_options_can_be_set(name: str) -> None:
     """Setting every path that is listed to the default that is listed changes nothing."""
     from fedquilt.cli.listing import options
     from fedquilt.config.toml import assign
@@ -1249,7 +1251,7 @@ def test_what_is_listed_can_be_set(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_what_is_listed_of_others_can_be_set_with_their_name(name: str) -> None:
+def test_listed_options_of_other_entries_can_be_set_with_their_name(name: str) -> None:
     """`local.optimizer.beta1 (adam)` is an option of Adam, with the default that it has."""
     from fedquilt.cli.listing import options
     from fedquilt.config.schema import label
@@ -1293,7 +1295,7 @@ def test_what_is_listed_of_others_can_be_set_with_their_name(name: str) -> None:
         assert Experiment.of(asked[0]) == Experiment.of(asked[1])
 
 
-def test_who_holds_what_is_drawn(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_of_each_client_are_plotted(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "data", "--plot", "--clients", "4", "--labels", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("digits: 4 clients")
@@ -1345,7 +1347,7 @@ def test_importing_the_library_needs_nothing_of_the_command_line() -> None:
 
 def test_help_does_not_wait_for_torch() -> None:
     code = (
-        "import sys\nfrom fedquilt.cli import main\ntry:\n    main(['run', '--help'])\nexcept "
+        "import sys\nfrom fedquilt.cli.main import main\ntry:\n    main(['run', '--help'])\nexcept "
         "SystemExit:\n    pass\n"
     )
     code += "print('torch' in sys.modules)"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.cli.show import show_text_table
 from fedquilt.studies.table import Table
 from tests.cli.test_cli import THREE, TINY, on_a_terminal, own, told, values  # noqa: F401
@@ -52,8 +52,8 @@ def test_a_comparison_that_was_stopped_runs_all_that_was_asked_for(
         assert main(["compare", "fedavg", "heterofl", *QUICK, "--out", "c"]) == 130
     said = capsys.readouterr().err
     assert (
-        "The study was stopped with 0 of 2 runs finished. Go on with: fedquilt compare --resume c"
-        in said
+        "The study was stopped with 0 of 2 runs finished. Continue with: fedquilt compare "
+        "--resume c" in said
     )
     assert not Path("c/heterofl").exists()
     assert list(told(capsys, "compare", "--resume", "c")["entries"]) == ["fedavg", "heterofl"]
@@ -66,10 +66,10 @@ def test_a_comparison_that_was_stopped_runs_all_that_was_asked_for(
     with monkeypatch.context() as patched:
         patched.setattr("fedquilt.runs.run.Run.train", interrupted)
         assert main(["compare", "heterofl", "--resume", "c", "--rounds", "2"]) == 130
-    assert "Go on with: fedquilt compare heterofl --resume c" in capsys.readouterr().err
+    assert "Continue with: fedquilt compare heterofl --resume c" in capsys.readouterr().err
 
 
-def test_what_is_there_is_not_run_again(own: Path, capsys: Capture) -> None:  # noqa: F811
+def test_finished_runs_are_not_repeated(own: Path, capsys: Capture) -> None:  # noqa: F811
     before = told(capsys, "compare", "fedavg", *QUICK, "--out", "c")
     kept = Path("c/fedavg/seed0/rounds.jsonl").stat().st_mtime_ns
     after = told(capsys, "compare", "fedavg", "heterofl", *QUICK, "--seeds", "0", "1", "--out", "c")
@@ -87,7 +87,9 @@ def test_what_is_there_is_not_run_again(own: Path, capsys: Capture) -> None:  # 
     )
 
 
-def test_what_all_runs_have_in_common_is_said_once(own: Path, capsys: Capture, caplog: Log) -> None:  # noqa: F811
+def test_settings_that_all_runs_share_are_printed_once(
+    own: Path, capsys: Capture, caplog: Log
+) -> None:
     """Runs that are there are counted, and a warning is not repeated for every seed."""
     asked = ["compare", "fedavg", *QUICK, *THREE, "--out", "c", "--seeds", "0"]
     assert main(asked) == 0
@@ -218,7 +220,7 @@ def test_names_are_whole_on_a_narrow_terminal() -> None:
     assert "heterofl" in console.file.getvalue()
 
 
-def test_methods_of_other_members_are_told_apart(own: Path, capsys: Capture) -> None:  # noqa: F811
+def test_methods_with_other_members_have_separate_tables(own: Path, capsys: Capture) -> None:  # noqa: F811
     """HeteroFL as released rounds up."""
     Path("up.py").write_text(
         "import fedquilt as fq\ndef up():\n    return fq.methods.HeteroFL(rounding='ceil')\n"
@@ -264,7 +266,7 @@ def test_a_terminal_gets_bars(own: Path) -> None:  # noqa: F811
             "a study of 1,101 runs was asked for; more than 1,000 are started only with --yes",
         ),
         (["fedavg", "digits.toml"], "these rows differ:"),
-        (["fedavg", *QUICK, "--metric", "f2"], "--metric f2 was asked for; nobody records it"),
+        (["fedavg", *QUICK, "--metric", "f2"], "--metric f2 was asked for; no run records it"),
         (
             ["fedavg", *QUICK, "--baseline", "fedprox"],
             "--baseline fedprox was asked for; it is not compared",
@@ -298,7 +300,7 @@ def test_a_damaged_summary_is_named(own: Path, capsys: Capture, text: str) -> No
     assert "c/fedavg/seed0/summary.json" in capsys.readouterr().err
 
 
-def test_a_folder_of_the_layout_before_studies_says_how_to_go_on(
+def test_the_error_for_a_folder_of_the_old_layout_names_a_command(
     own: Path,  # noqa: F811
     capsys: Capture,
 ) -> None:

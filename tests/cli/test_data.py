@@ -1,6 +1,4 @@
-"""`fedquilt data prepare`: from published files on a local server to .npz files, and what it says
-on the way.
-"""
+"""`fedquilt data prepare`: published files on a local server become .npz files, with messages."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fedquilt.cli import main
 from fedquilt.cli.data import DataRequest, _progress
+from fedquilt.cli.main import main
 from fedquilt.data.prepare import DATA_SETS
 from fedquilt.studies.papers import data_folder, missing_data
 from tests.unit.data.published import Host, cifar10_members, hosted, tar_gz
@@ -122,7 +120,7 @@ def test_files_go_where_tables_look_for_them(host, tmp_path, monkeypatch, capsys
         ),
     ],
 )
-def test_what_is_refused(words, said, host, tmp_path, capsys):
+def test_invalid_requests_are_refused(words, said, host, tmp_path, capsys):
     assert main(["data", *words]) == 2
     error = capsys.readouterr().err
     assert said in error

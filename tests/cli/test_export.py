@@ -1,4 +1,4 @@
-"""`fedquilt export`: from a run's folder to a file, and what it says when that cannot be."""
+"""`fedquilt export`: from a run's folder to a file, and messages if that is not possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.runs.folder_files import read_records
 from fedquilt.runs.load import load_run
@@ -74,7 +74,7 @@ def test_a_run_becomes_a_file(format, here, capsys):
     assert "splitmix after round 1 (checkpoint/00000001.json): a model of share 1 as" in printed
     assert "memory to run" in printed
     assert (
-        "8 nets whose logits are averaged; norms: post; read back, its answers to test samples "
+        "8 nets whose logits are averaged; norms: post; read back, its outputs for test samples "
         "differ" in printed
     )
 
@@ -159,7 +159,7 @@ def test_several_shares_are_one_file(method, here, capsys):
         torch.testing.assert_close(model.set(one["share"])(inputs), other(inputs))
 
 
-def test_the_file_answers_as_the_run_reported(here, capsys):
+def test_the_file_has_the_accuracy_that_the_run_reported(here, capsys):
     told(capsys, "export", "heterofl", "--share", "0.5", "--out", "half.safetensors")
     run = load_run("heterofl")
     data = run.data
@@ -171,7 +171,7 @@ def test_the_file_answers_as_the_run_reported(here, capsys):
     assert run.records == read_records("heterofl")
 
 
-def test_robustness_is_told_also_where_none_was_asked_for(here, capsys):
+def test_robustness_is_printed_also_if_none_was_requested(here, capsys):
     told(capsys, "run", "--method", "heterofl", "--set", "model.dual=true", "--out", "dual", *QUICK)
     for flags, said in (
         (
@@ -190,7 +190,7 @@ def test_robustness_is_told_also_where_none_was_asked_for(here, capsys):
     assert (found["robustness"], found["robustness_by_default"]) == (0.0, True)
 
 
-def test_data_that_is_gone_costs_only_what_needs_it(here, capsys):
+def test_without_its_data_a_run_loses_only_what_needs_data(here, capsys):
     before = told(capsys, "export", "fedavg", "--share", "0.5", "--out", "one.safetensors")
     Path("own.npz").unlink()
     assert main(["export", "heterofl", "--share", "0.5", "--out", "half.pt2"]) == 2
@@ -372,7 +372,7 @@ def test_devices_and_pipes_are_left_alone(here, capsys):
     assert Path("pipe").is_fifo()
 
 
-def test_clients_tell_what_they_spent_and_got(here, capsys):
+def test_costs_and_results_of_clients_are_printed(here, capsys):
     assert main(["clients", "splitmix", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"clients", "spread", "trained", "main"} == found.keys()
@@ -381,7 +381,7 @@ def test_clients_tell_what_they_spent_and_got(here, capsys):
     out = capsys.readouterr().out
     assert "MACs a batch" in out
     assert "accuracy, own size  accuracy, whole model" in out.splitlines()[0]
-    assert "of the parameters were trained by somebody" in out
+    assert "of the parameters were trained by a client" in out
     Path("own.npz").unlink()
     assert main(["clients", "heterofl"]) == 2
     assert "their data cannot be had" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt import names
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from tests.cli.test_cli import ENVIRONMENT
 
 CODE = """
@@ -128,7 +128,7 @@ def test_a_fold_that_is_not_finite_is_blamed(capsys: pytest.CaptureFixture[str])
     assert "client 0" not in printed
 
 
-def test_a_lack_of_memory_is_told_without_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lack_of_memory_is_reported_without_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--model", "faulty.py:large"]) == 1
     printed = capsys.readouterr().err
     assert "NotEnoughMemoryError: there was not enough memory while" in printed

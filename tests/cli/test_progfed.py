@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.config.toml import assign
 from fedquilt.errors import ConfigError
 from fedquilt.methods import FedAvg, HeteroFL, ProgFed
@@ -165,7 +165,7 @@ def test_a_preset_and_a_setting_over_it():
     ],
     ids=str,
 )
-def test_wrong_settings_are_told_by_their_path(settings, told):
+def test_wrong_settings_are_reported_with_their_path(settings, told):
     with pytest.raises(ConfigError) as caught:
         asked(**settings)
     assert told in str(caught.value)
@@ -181,7 +181,7 @@ def bytes_up(folder: str) -> list[int]:
     ]
 
 
-def test_a_run_that_goes_on_for_longer_grows_when_it_did(own, capsys):
+def test_a_run_that_is_resumed_for_longer_grows_at_the_same_rounds(own, capsys):
     assert main(["run", *TINY, *GROWING, "--lr", "0.02", "--rounds", "5", "--out", "d"]) == 0
     settings = tomllib.loads((own / "d" / "config.toml").read_text())["method"]
     assert (settings["rounds"], settings["over"]["local"]["optimizer"]["lr"]) == (5, 0.02)

@@ -15,7 +15,7 @@ import torch
 
 import fedquilt as fq
 from fedquilt import names
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.runs.description import describe
 from fedquilt.runs.trust import trusted_file
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.supernet import Supernet, TinySpace, save_supernet
 
 SHORT = ["--clients", "6", "--cohort", "3", "--epochs", "1"]
@@ -115,6 +115,6 @@ def test_the_first_of_several_models_is_the_knowledge_net(capsys):
         (["--model", "mlp"], "it needs a knowledge net and at least one"),
     ],
 )
-def test_what_cannot_be_run_is_one_clear_error(words, said, capsys):
+def test_runs_that_are_not_possible_give_one_clear_error(words, said, capsys):
     assert main([*RAFL, "--rounds", "1", *words]) == 2
     assert said in capsys.readouterr().err

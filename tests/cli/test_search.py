@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.supernet import Config, Supernet, TinySpace, save_supernet
 
 RANDOM = ["--strategy", "random"]
@@ -149,7 +149,7 @@ def test_blocks_are_timed_and_limit_a_search(
         (["probe", "--space", "tiny", "--model", "mlp"], "only --data and --device fit"),
     ],
 )
-def test_wrong_requests_say_what_would_work(
+def test_error_messages_name_what_would_work(
     words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2

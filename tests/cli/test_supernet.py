@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.supernet import Supernet, TinySpace, load_supernet, save_supernet
 from fedquilt.supernet.training import CHECKPOINT
 
@@ -57,7 +57,7 @@ def test_a_supernet_is_trained_shown_and_not_written_over(folder, capsys):
     assert shown["macs"] == [53120, 276608]
 
 
-def test_own_labels_and_json(folder, capsys):
+def test_the_datas_labels_and_json(folder, capsys):
     # phase epochs given twice
     assert train("--labels", "own", "--phase-epochs", "0", "--json") == 2
     capsys.readouterr()
@@ -189,7 +189,7 @@ def test_weights_are_imported(folder, capsys):
         (["train", "tiny", "--data", "diabetes", "--out", "a"], "at least two square images"),
     ],
 )
-def test_bad_requests_say_what_would_work(folder, capsys, args, said):
+def test_error_messages_name_what_would_work(folder, capsys, args, said):
     assert main(["supernet", *args]) == 2
     assert said in capsys.readouterr().err
     assert not Path("a").exists()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.runs.demo import demo
 from fedquilt.runs.experiment import Experiment
 from fedquilt.runs.load import load_run
@@ -84,7 +84,7 @@ def test_the_task_is_written_and_read_again(capsys: pytest.CaptureFixture[str]) 
     assert tomllib.loads(Path("b/config.toml").read_text())["task"]["name"] == "regression"
 
 
-def test_a_run_goes_on_with_its_own_task_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_keeps_its_own_task(capsys: pytest.CaptureFixture[str]) -> None:
     told(capsys, "run", "--data", "diabetes", *QUICK, "--out", "a")
     text = Path("a/config.toml").read_text()
     Path("a/config.toml").write_text(text.replace('loss = "mse"', 'loss = "mae"'))
@@ -95,7 +95,7 @@ def test_a_run_goes_on_with_its_own_task_alone(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("data", ["diabetes", "digits-labels"])
 def test_a_run_is_reopened_without_its_data(data: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What its targets were like is in the checkpoint, so that the model and the task are the same."""
+    """The checkpoint describes the targets, so that the model and the task are the same."""
     x = np.random.default_rng(0).normal(size=(40, 10)).astype(np.float32)
     y = x[:, :2].sum(1) if data == "diabetes" else x[:, :3] > 0
     np.savez("own.npz", x_train=x[:30], y_train=y[:30], x_test=x[30:], y_test=y[30:])
@@ -146,12 +146,12 @@ def test_tasks_and_metrics_are_listed(capsys: pytest.CaptureFixture[str]) -> Non
             ["--set", "method.local.masked=batch"],
             "Regression has no classes. local.masked = '' fits.",
         ),
-        (["--labels", "2"], "Labels deals by class; a target of diabetes has shape ()"),
+        (["--labels", "2"], "Labels partitions by class; a target of diabetes has shape ()"),
         (["--model", "tiny_resnet"], "Made for these: mlp"),
         (["--target", "nan"], "a finite number fits"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_the_first_round(
+def test_tasks_that_do_not_fit_are_refused_before_the_first_round(
     args: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in refused(capsys, "run", "--data", "diabetes", *QUICK, *args, "--out", "a")

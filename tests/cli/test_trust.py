@@ -1,4 +1,4 @@
-"""Commands that open a folder of somebody else run no code that it names, unless it is trusted."""
+"""Commands that open the folder of another user run code that it names only if it is trusted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import fedquilt as fq
 from fedquilt import names
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.runs.trust import trusted_file
 
 CODE = """
@@ -82,7 +82,7 @@ def test_code_of_a_folder_from_elsewhere_is_not_run(
     assert f"{folder}/mine.py:net\n" in trusted_file().read_text()
 
 
-def test_python_refuses_it_too(folder: Path) -> None:
+def test_python_refuses_untrusted_code_too(folder: Path) -> None:
     with pytest.raises(fq.errors.ConfigError, match=r"mine\.py:net is not in your list"):
         fq.load_run("run")
     with pytest.raises(fq.errors.ConfigError, match=r"mine\.py:net is not in your list"):
@@ -95,7 +95,7 @@ def test_python_refuses_it_too(folder: Path) -> None:
     assert fq.load_run("run").server.round == 1
 
 
-def test_who_starts_a_run_can_open_it_until_its_code_changes(
+def test_the_user_who_starts_a_run_can_open_it_until_its_code_changes(
     made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(made)

@@ -1,6 +1,4 @@
-"""Several models on the command line and in files: what they make, how they are written, and what
-is refused.
-"""
+"""Several models on the command line and in files: their settings, and refused requests."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.config.toml import assign
 from fedquilt.errors import ConfigError
 from fedquilt.runs.demo import defaults

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.supernet import SPACES, Supernet, TinySpace, check_space, save_supernet
 
 PAGE = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text()

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.methods.api import Method
 from fedquilt.names import find
 from tests.conftest import shortened

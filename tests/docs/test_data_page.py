@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.data import DATA, PARTITIONS, text
 from fedquilt.data.prepare import DATA_SETS, syn
 from fedquilt.data.sources import masks, npz

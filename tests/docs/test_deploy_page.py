@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from fedquilt.cli import main
-from fedquilt.deploy.export import BATCHES, FORMATS, TOLERANCE, Exported
+from fedquilt.cli.main import main
+from fedquilt.deploy.comparison import BATCHES, TOLERANCE
+from fedquilt.deploy.export import Exported
+from fedquilt.deploy.formats import FORMATS
 from fedquilt.family.norms import NORM_POLICIES
 from tests.conftest import shortened
 from tests.unit.deploy.test_export import HAS_ONNX

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.methods.api import ServerTraining
 from tests.conftest import shortened
 

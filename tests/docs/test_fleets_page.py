@@ -12,8 +12,9 @@ import fedquilt.runs.experiment  # noqa: F401  it knows the tables of names
 from fedquilt.config.reading import read
 from fedquilt.config.tables import Problem
 from fedquilt.fleets.availability import Trace
-from fedquilt.fleets.budgets import FLEETS, FromCsv
 from fedquilt.fleets.fleet import Devices
+from fedquilt.fleets.from_csv import FromCsv
+from fedquilt.fleets.presets import FLEETS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "fleets.md").read_text()
 

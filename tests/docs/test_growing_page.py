@@ -6,7 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from tests.conftest import shortened
 
 PAGE = (Path(__file__).parents[2] / "docs" / "growing.md").read_text()

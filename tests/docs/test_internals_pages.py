@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.runs.experiment import Experiment
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ import torch
 
 import fedquilt as fq
 import fedquilt.runs.experiment  # it knows the tables of names
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.config.reading import read
 from fedquilt.config.tables import Problem
 from fedquilt.methods import FedDropout, FedRolex, HeteroFL, Method, SplitMix

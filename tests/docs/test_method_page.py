@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.conformance.checks import CHECKS
 from fedquilt.conformance.method import check_method
 from fedquilt.family.cut import prefix

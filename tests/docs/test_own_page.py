@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from tests.conftest import shortened
 
 PAGE = (Path(__file__).parents[2] / "docs" / "own-model-and-data.md").read_text()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.errors import ConfigError
 from fedquilt.methods import METHODS
 from fedquilt.runs.experiment import Experiment

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import fedquilt as fq
-from fedquilt.fleets.budgets import Quarters
+from fedquilt.fleets.presets import Quarters
 from fedquilt.runs.experiment import Experiment
 from fedquilt.studies.stored import MAX_BYTES, read_config, read_stored
 from tests.conftest import load_script

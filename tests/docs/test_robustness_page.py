@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from tests.conftest import shortened
 
 PAGE = (Path(__file__).parents[2] / "docs" / "robustness.md").read_text()

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from tests.conftest import shortened
 
 PAGE = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()

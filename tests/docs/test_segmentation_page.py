@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.runs.load import load_run
 from fedquilt.tasks import Segmentation
 from tests.conftest import shortened

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fedquilt as fq
-from fedquilt.cli import COMMANDS, main
+from fedquilt.cli.main import COMMANDS, main
 from fedquilt.studies.papers import read_preset
 from fedquilt.studies.reproduce import chosen_rows
 from tests.conftest import shortened

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.tasks import TASKS, MultiLabel, find_task
 from tests.conftest import load_example, shortened
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.runs.experiment import Experiment
 from fedquilt.runs.tracking import TRACKERS, MLflow, TensorBoard
 from tests.conftest import shortened

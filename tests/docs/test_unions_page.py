@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from tests.conftest import shortened
 
 PAGE = (Path(__file__).parents[2] / "docs" / "unions.md").read_text()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.cli import RunRequest
+from fedquilt.cli.run import RunRequest
 from fedquilt.errors import ConfigError
 from fedquilt.methods import METHODS
 from fedquilt.names import find

@@ -42,7 +42,7 @@ def partitioned(dims: int = 2, **changes: Tensor) -> fq.FederatedData:
     y[:, 0, 0] = -100
     y = changes.get("masks", y)
     pool = fq.data.Pool.of((x[:9], y[:9]), (x[9:], y[9:]), public=x[9:])
-    return pool.dealt([range(4), range(4, 9)], [range(2), range(2, 5)])
+    return pool.with_parts([range(4), range(4, 9)], [range(2), range(2, 5)])
 
 
 def play(
@@ -145,7 +145,7 @@ def test_a_flipped_sample_has_a_flipped_mask(engine, dims):
         net.weight.copy_(torch.tensor([-20.0, 20.0]).reshape(net.weight.shape))
     masks = torch.randint(2, (12, *SIZES[dims]), generator=torch.Generator().manual_seed(6))
     x = 2.0 * masks.unsqueeze(1) - 1
-    data = fq.data.Pool.of((x, masks), (x, masks)).dealt([range(6), range(6, 12)])
+    data = fq.data.Pool.of((x, masks), (x, masks)).with_parts([range(6), range(6, 12)])
     method = with_local(FedAvg(), crop=1, flip=True, flip_axes=tuple(range(dims)), batch_size=3)
     traced = fq.trace(net, x[:2])
 

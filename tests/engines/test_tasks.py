@@ -42,7 +42,7 @@ def partitioned(targets: Tensor, tests: int = 9) -> fq.FederatedData:
     pool = fq.data.Pool.of(
         (x[:count], targets[:count]), (x[count:], targets[count:]), public=x[count:]
     )
-    return pool.dealt(parts, test_parts)
+    return pool.with_parts(parts, test_parts)
 
 
 def numbers(columns: int) -> Tensor:
@@ -334,7 +334,7 @@ def test_targets_that_are_images_are_flipped_with_their_inputs():
     net = nn.Conv2d(1, 1, 1, bias=False)
     nn.init.constant_(net.weight, 1.0)
     x = torch.randn(12, 1, 5, 5, generator=torch.Generator().manual_seed(4))
-    data = fq.data.Pool.of((x, x), (x, x)).dealt([range(6), range(6, 12)])
+    data = fq.data.Pool.of((x, x), (x, x)).with_parts([range(6), range(6, 12)])
     method = with_local(FedAvg(), crop=2, flip=True, batch_size=3)
     for engine in LOCAL:
         options = {"rounds": 1, "precision": "fp64", "engine": engine}

@@ -13,7 +13,7 @@ import fedquilt as fq
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family.cut import prefix
 from fedquilt.family.variants import joined
-from fedquilt.fleets.budgets import net_budgets
+from fedquilt.fleets.presets import net_budgets
 from fedquilt.methods import FedAvg, FedBN, FedDF, FedET, HeteroFL, Method
 from fedquilt.methods.prototypes import Prototypes
 from fedquilt.round.training.learner import Phase

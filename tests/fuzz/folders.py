@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.runs.checkpoint import _digest
 from fedquilt.runs.folder_files import read_records
 

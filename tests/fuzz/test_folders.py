@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.errors import RecordError
 from fedquilt.runs.summary_file import read_summary
 from tests.fuzz.folders import (

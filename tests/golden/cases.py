@@ -22,7 +22,7 @@ import fedquilt as fq
 from fedquilt import noise
 from fedquilt.family.variants import VariantSource
 from fedquilt.fleets.availability import Diurnal
-from fedquilt.fleets.budgets import net_budgets
+from fedquilt.fleets.presets import net_budgets
 from fedquilt.methods import METHODS, Method
 from fedquilt.methods.dsfl import DSFL
 from fedquilt.methods.fedavg import FedAvg

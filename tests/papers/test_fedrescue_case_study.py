@@ -18,8 +18,9 @@ from fedquilt.family.cut import prefix
 from fedquilt.papers.fedrescue_case_study import ProgressiveColumns
 from fedquilt.runs.experiment import Experiment
 from fedquilt.runs.overlay import overlay
+from fedquilt.studies.entries import Entry
 from fedquilt.studies.papers import parsed_preset
-from fedquilt.studies.plan import Entry, Plan
+from fedquilt.studies.plan import Plan
 from fedquilt.studies.study import run_plan
 from tests.conftest import save_images
 

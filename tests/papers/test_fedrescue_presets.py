@@ -18,14 +18,15 @@ import pytest
 
 import fedquilt as fq
 from fedquilt.data import Domains, Iid
-from fedquilt.fleets.budgets import Clusters, Uniform
+from fedquilt.fleets.presets import Clusters, Uniform
 from fedquilt.methods import METHODS, Method
 from fedquilt.methods.nested import TABLE_17, Nested
 from fedquilt.round.link import PERFECT
 from fedquilt.runs.experiment import Experiment
 from fedquilt.runs.overlay import overlay
+from fedquilt.studies.entries import Entry
 from fedquilt.studies.papers import Preset, parsed_preset, presets, read_preset
-from fedquilt.studies.plan import Entry, Plan
+from fedquilt.studies.plan import Plan
 from fedquilt.studies.study import run_plan
 
 NUM_ROWS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fedquilt as fq
-from fedquilt.cli import COMMANDS
+from fedquilt.cli.main import COMMANDS
 from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.optimizers import SGD

@@ -11,7 +11,7 @@ import pytest
 
 from fedquilt.data import Dirichlet, Natural
 from fedquilt.errors import ConfigError, DataError
-from fedquilt.fleets.budgets import FlopLimited, Uniform
+from fedquilt.fleets.presets import FlopLimited, Uniform
 from fedquilt.methods import FedAvg, FedNova, FedProx, RaFL
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.runs.experiment import Experiment

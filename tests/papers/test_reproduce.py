@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.studies.papers import presets, read_preset
 
 # These two run in `make test`, all others in `make test-all`.

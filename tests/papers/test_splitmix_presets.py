@@ -14,7 +14,7 @@ import pytest
 
 import fedquilt as fq
 from fedquilt.data import Domains, Iid, Labels
-from fedquilt.fleets.budgets import Groups, LogNormal, Quarters, Step, Uniform
+from fedquilt.fleets.presets import Groups, LogNormal, Quarters, Step, Uniform
 from fedquilt.methods import METHODS, FedAvg, SplitMix
 from fedquilt.round.training.schedules import Cosine, Steps
 from fedquilt.runs.experiment import Experiment

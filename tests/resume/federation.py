@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import fedquilt as fq
-from fedquilt.fleets.budgets import net_budgets
+from fedquilt.fleets.presets import net_budgets
 from fedquilt.methods import DSFL, FedBN, FedDF, FedET, FedRolex, ProgFed, RaFL
 from fedquilt.models import PreResNet
 from fedquilt.round.server_optimizers import ServerMomentum

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.cli.study import StudyProgress
 from fedquilt.runs.lock import locked
 from tests.unit.studies.conftest import OWN
@@ -136,7 +136,7 @@ def test_a_study_that_is_interrupted_five_times_has_the_same_table(
         left = rounds
         assert main([*short, "--out", "stopped"]) == 130
         assert (
-            "of 9 runs finished. Go on with: fedquilt compare --resume stopped"
+            "of 9 runs finished. Continue with: fedquilt compare --resume stopped"
             in capsys.readouterr().err
         )
     assert rounds_in(own / "stopped") == 15
@@ -176,7 +176,7 @@ def test_several_jobs_end_with_their_parent_and_give_the_same_table(own: Path) -
             until(lambda workers=workers: not any(map(is_running, workers)))  # type: ignore[misc]
         else:
             assert process.returncode == 130
-            assert "Go on with: fedquilt compare --resume jobs" in said
+            assert "Continue with: fedquilt compare --resume jobs" in said
             assert not any(map(is_running, workers))
         assert rounds_in(own / "jobs") < TOTAL
         for file in (own / "jobs").glob("**/lock"):

@@ -39,12 +39,12 @@ DOWNLOADS = "downloads"  # Folder of downloaded files, inside that of the files.
 class Prepared:
     """File that was written, and the published files that it was made from."""
 
-    data_set: DataSet
-    path: Path
-    bytes: int
-    sha256: str
-    shapes: Mapping[str, tuple[int, ...]]
-    files: tuple[Fetched, ...]
+    data_set: DataSet  # Data set that was prepared.
+    path: Path  # Path of the .npz file.
+    bytes: int  # Size of the file.
+    sha256: str  # Checksum of the file.
+    shapes: Mapping[str, tuple[int, ...]]  # Shapes of its arrays by name.
+    files: tuple[Fetched, ...]  # Published files that it was made from.
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entries as values that JSON has."""
@@ -136,14 +136,12 @@ def missing_message(name: str, folder: str | Path = FOLDER) -> str:
     file = Path(folder) / f"{name}.npz"
     if name not in DATA_SETS:
         return (
-            f"{file} is needed; there is no such file, and `fedquilt data prepare` cannot make it. "
-            "It can make "
-            f"{', '.join(DATA_SETS)}."
+            f"{file} is needed; there is no such file, and `fedquilt data prepare` cannot make "
+            f"it. It can make {', '.join(DATA_SETS)}."
         )
     data_set = DATA_SETS[name]
     command = shlex.join(["fedquilt", "data", "prepare", name, "--out", str(folder)])
     return (
         f"{file} is needed; there is no such file. It holds {data_set.title}. Source: "
-        f"{data_set.source}. "
-        f"`{command}` prepares it."
+        f"{data_set.source}. `{command}` prepares it."
     )

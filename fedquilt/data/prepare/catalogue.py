@@ -122,7 +122,6 @@ _MNISTM = Published(
 
 _MNIST_TERMS = "MNIST: CC BY-SA 3.0"
 _SYN_TERMS = "synthesised here; the fonts are free"
-
 DATA_SETS: dict[str, DataSet] = {
     one.name: one
     for one in (
@@ -146,8 +145,7 @@ DATA_SETS: dict[str, DataSet] = {
             "mnist_writers",
             "MNIST with the writer of every digit as its client",
             "LeCun, Cortes and Burges, http://yann.lecun.com/exdb/mnist/; writers from QMNIST by "
-            "Yadav and Bottou, "
-            "https://github.com/facebookresearch/qmnist",
+            "Yadav and Bottou, https://github.com/facebookresearch/qmnist",
             f"{_MNIST_TERMS}; QMNIST: BSD-style licence",
             (*_MNIST, *_QMNIST),
             lambda files, recipe, watch: mnist_writers(files),
@@ -159,11 +157,10 @@ DATA_SETS: dict[str, DataSet] = {
             "MNIST, http://yann.lecun.com/exdb/mnist/; SVHN, "
             "http://ufldl.stanford.edu/housenumbers/; USPS, "
             f"{_LIBSVM.removesuffix('multiclass/')}multiclass.html#usps; MNIST-M by Ganin and "
-            "Lempitsky, "
-            "http://yaroslav.ganin.net/; SYN-like digits, drawn here and not the published SYN",
+            "Lempitsky, http://yaroslav.ganin.net/; SYN-like digits, drawn here and not the "
+            "published SYN",
             f"{_MNIST_TERMS}; SVHN: non-commercial use only; USPS and MNIST-M: no licence is "
-            "stated; SYN-like digits: "
-            f"{_SYN_TERMS}",
+            f"stated; SYN-like digits: {_SYN_TERMS}",
             (*_MNIST, *_SVHN, *_USPS, _MNISTM),
             lambda files, recipe, watch: digits5(
                 files, recipe.per_domain, recipe.seed, recipe.fonts, watch

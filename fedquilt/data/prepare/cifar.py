@@ -9,7 +9,6 @@ from fedquilt.data.prepare.packed import named_members
 from fedquilt.errors import DataError
 
 Arrays = dict[str, np.ndarray]
-
 IMAGE_SHAPE = (3, 32, 32)
 
 

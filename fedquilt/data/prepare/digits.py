@@ -20,7 +20,6 @@ from fedquilt.errors.extras import how_to_install
 DOMAINS = ("mnist", "svhn", "usps", "syn", "mnistm")
 NUM_CLASSES = 10
 USPS_SHAPE = (16, 16)
-
 Samples = tuple[np.ndarray, np.ndarray]  # Images (n, 28, 28, 3) as bytes, and their digits.
 
 
@@ -59,8 +58,7 @@ def split_counts(per_domain: int) -> dict[str, int]:
     if per_domain < 2 * NUM_CLASSES or per_domain % (2 * NUM_CLASSES):
         raise ConfigError(
             f"{per_domain} images per domain were asked for; a multiple of {2 * NUM_CLASSES} can "
-            "be balanced by class, "
-            "with half as many for testing."
+            "be balanced by class, with half as many for testing."
         )
     return {"train": per_domain, "test": per_domain // 2}
 

@@ -30,7 +30,6 @@ from fedquilt.units import size as shown_size
 SCHEMES = ("http", "https", "file")
 TIMEOUT_S = 60.0  # Seconds without a byte after which a download is given up.
 CHUNK_BYTES = 1 << 18
-
 # Arguments: name of a step, how much of it is done, and how much there is (0: unknown).
 Watch = Callable[[str, int, int], None]
 
@@ -50,11 +49,11 @@ class Published:
 class Fetched:
     """Published file on this machine."""
 
-    published: Published
-    path: Path
+    published: Published  # Entry of the catalogue.
+    path: Path  # Path of the local copy.
     origin: str  # URL that it was downloaded from. Empty: it was there already.
-    bytes: int
-    sha256: str
+    bytes: int  # Size of the file.
+    sha256: str  # Checksum of the file.
 
     @property
     def is_checked(self) -> bool:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 SIDE = 28  # Pixels of a finished image.
 ZOOM = 3  # Images are drawn larger by this factor and made smaller at the end, which smooths edges.
 CANVAS = SIDE * ZOOM
-
 # Ranges of the random quantities, both ends included. Lengths are in pixels of the canvas.
 NUM_DIGITS = (1, 3)
 FONT_SIZE = (42, 90)
@@ -36,7 +35,6 @@ TENTHS_OF_DEGREES = (-250, 250)
 SHIFT = (-9, 9)
 BLUR_TENTHS = (0, 45)  # Radius of the Gaussian blur in tenths of a pixel.
 MIN_CONTRAST = 150  # Sum of |stroke − background| over channels; below it both are drawn again.
-
 DEJAVU = (
     "DejaVuSans.ttf",
     "DejaVuSans-Bold.ttf",
@@ -103,8 +101,8 @@ def syn(
 class Draws:
     """Random integers for one image: hashes of its key, which are the same on every machine."""
 
-    key: int
-    count: int = 0
+    key: int  # Key of the image.
+    count: int = 0  # Numbers that were drawn so far.
 
     def between(self, low: int, high: int) -> int:
         """Return a number from `low` to `high`, both included."""
@@ -112,6 +110,7 @@ class Draws:
         return low + noise.key(self.key, self.count) % (high - low + 1)
 
     def colour(self) -> tuple[int, int, int]:
+        """Return a random colour as red, green and blue, each from 0 to 255."""
         return self.between(0, 255), self.between(0, 255), self.between(0, 255)
 
 
@@ -196,8 +195,8 @@ def _dejavu() -> list[Path]:
     except ImportError as error:
         raise ConfigError(
             "SYN-like digits are drawn with the fonts that matplotlib brings, which is not "
-            "installed: "
-            f"{how_to_install('plot')}. A folder of fonts that --fonts names would do, too."
+            f"installed: {how_to_install('plot')}. A folder of fonts that --fonts names would do, "
+            "too."
         ) from error
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     files = [folder / name for name in DEJAVU]

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from fedquilt.checks import File
-from fedquilt.data.federated import Pool, Scale, coded, fifth
+from fedquilt.data.convert import coded
+from fedquilt.data.holdout import fifth
 from fedquilt.data.origin import remembered
+from fedquilt.data.pool import Pool
+from fedquilt.data.scale import Scale
 from fedquilt.data.sources import padding
 from fedquilt.data.sources.arrays import array_names, read_arrays
 from fedquilt.data.sources.generated import generated
@@ -31,7 +34,6 @@ from fedquilt.names import find, is_reference, known
 
 Channels = Literal["auto", "first", "last", "none"]
 Layout = Literal["first", "last", "none"]
-
 # Names of arrays that have one row for each sample.
 _OF_SAMPLES = (
     "x",
@@ -116,7 +118,7 @@ def _sklearn_datasets(name: str) -> ModuleType:
 
 
 @remembered
-def npz(
+def npz(  # noqa: PLR0913  # The parameters are settings of the source.
     path: File,  # Path of the .npz file.
     normalize: NormaliseEach = "auto",  # How stored values are scaled: docs/data.md has a table.
     mean: tuple[float, ...] = (),  # Mean of each channel, white is 1. Empty: by normalize.

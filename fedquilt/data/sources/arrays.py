@@ -29,7 +29,6 @@ MAX_HEADER = 10_000  # Limit on characters in the header of an array, which NumP
 KINDS = "biufcUS"  # Kinds of dtypes that are read: numbers, and text of fixed length
 MAX_VALUES = 2**48  # Limit on values of an array. Memory is limited by `max_bytes`
 SUFFIX = ".npy"
-
 _END = b"PK\5\6"  # Signature of the record at the end of a zip file
 _END_BYTES = 22
 _MAX_COMMENT = 2**16
@@ -40,7 +39,7 @@ class _Header:
     """An array as its header describes it."""
 
     shape: tuple[int, ...]
-    is_fortran: bool
+    is_fortran: bool  # True: values are stored column by column.
     dtype: np.dtype
     size: int  # Bytes of its values
 
@@ -107,9 +106,8 @@ def _check_directory(path: str | Path, members: Sequence[zipfile.ZipInfo]) -> No
     listed = _listed(Path(path))
     if len(members) != listed or listed > MAX_ARRAYS:
         raise DataError(
-            f"{path} cannot be read as an .npz file: {len(members)} arrays were found and {listed} "
-            "are listed; at "
-            f"most {MAX_ARRAYS:,} fit."
+            f"{path} cannot be read as an .npz file: {len(members)} arrays were found and "
+            f"{listed} are listed; at most {MAX_ARRAYS:,} fit."
         )
     names = [_name(member) for member in members]
     for member, name in zip(members, names, strict=True):
@@ -218,7 +216,7 @@ def _values(stream: IO[bytes], header: _Header) -> np.ndarray:
             raise EOFError
         view = view[count:]
     if stream.read(1):
-        raise _BadArrayError("it goes on behind its values")
+        raise _BadArrayError("it has bytes behind its values")
     if not header.size:  # `frombuffer` refuses text of length 0.
         return np.empty(header.shape, header.dtype)
     array = np.frombuffer(data, header.dtype).reshape(header.shape, order=order)

@@ -9,19 +9,19 @@ from torch import Tensor
 
 from fedquilt import noise
 from fedquilt.checks import whole
-from fedquilt.data.federated import Normalise, Pool, Scale
 from fedquilt.data.origin import remembered
+from fedquilt.data.pool import Pool
+from fedquilt.data.scale import Normalise, Scale
 from fedquilt.errors import ConfigError
 
 GRID = 4  # Blocks per side of a prototype. Large ones of one colour each survive pooling.
 DARKEST, BRIGHTEST = 64, 192  # Range of the bytes of a prototype, the upper end excluded.
 MAX_SHIFT = 48  # Bytes by which a domain may shift a colour, up or down.
-
 _PROTOTYPE, _TRAIN, _TEST, _DOMAIN = range(4)
 
 
 @remembered
-def generated(
+def generated(  # noqa: PLR0913  # The parameters are settings of the source.
     classes: int = 10,  # Number of classes.
     shape: tuple[int, int, int] = (3, 32, 32),  # Channels, height and width of an image.
     train: int = 400,  # Number of training samples of all classes and domains together.

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fedquilt.data.federated import Normalise, Pool, Scale, coded
+from fedquilt.data.convert import coded
 from fedquilt.data.origin import remembered
 from fedquilt.data.parts import Parts
+from fedquilt.data.pool import Pool
+from fedquilt.data.scale import Normalise, Scale
 from fedquilt.data.sources.images import image_errors, stacked
-from fedquilt.data.sources.text import Texts, predict_words
+from fedquilt.data.sources.text import Texts, Tokens, predict_words
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.errors.extras import how_to_install
 from fedquilt.names import known
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @remembered
-def hub(
+def hub(  # noqa: PLR0913  # The parameters are settings of the source.
     path: str,  # owner/name on the hub, or a loader of `datasets`: csv, json, parquet, imagefolder.
     config: str = "",  # Configuration of the data set. Empty: its default.
     train: str = "train",  # Split for training.
@@ -64,13 +66,13 @@ def hub(
         if targets:
             raise DataError(
                 f"{path}: {columns.inputs[0]} is text and {targets} was asked for as its target; "
-                "text is for next-word "
-                "prediction here. Turn it into tokens, and hand the arrays to "
-                "fedquilt.data.Pool.of."
+                "text is for next-word prediction here. Turn it into tokens, and hand the arrays "
+                "to fedquilt.data.Pool.of."
             )
         texts = [Texts(list(map(str, s[columns.inputs[0]])), _users(s, clients)) for s in splits]
         second = texts[1] if len(texts) > 1 else None
-        return predict_words(texts[0], second, name, vocabulary, length).with_public(public)
+        tokens = Tokens(vocabulary, length)
+        return predict_words(texts[0], second, name, tokens).with_public(public)
     loaded = [columns.arrays(rows, size) for rows in splits]
     client_codes, domain_codes = (_codes(splits, column) for column in (clients, domains))
     target = columns.targets
@@ -251,7 +253,7 @@ def deal_by_flower(
     offers: dict[str, Any] = {"num_partitions": num_clients, "partition_by": "label", "seed": seed}
     if "num_partitions" in takes and num_clients is None and "num_partitions" not in options:
         raise DataError(
-            f"{partitioner} deals {pool.name} to a number of clients; none was asked for."
+            f"{partitioner} partitions {pool.name} among a number of clients; none was asked for."
         )
     try:
         dealer = kind(
@@ -266,11 +268,11 @@ def deal_by_flower(
             )
     except Exception as error:
         raise DataError(
-            f"{partitioner} of flwr-datasets could not deal {pool.name}: {_said(error)}"
+            f"{partitioner} of flwr-datasets could not partition {pool.name}: {_said(error)}"
         ) from error
     if num_clients is not None and len(parts) != num_clients:
         raise DataError(
-            f"{num_clients} clients were asked for; {partitioner} dealt {pool.name} to "
+            f"{num_clients} clients were asked for; {partitioner} partitioned {pool.name} among "
             f"{len(parts)}."
         )
     if len(empty := (parts.sizes == 0).nonzero()):

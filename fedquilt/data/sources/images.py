@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from fedquilt.checks import File
-from fedquilt.data.federated import Normalise, Pool, Scale
 from fedquilt.data.origin import remembered
+from fedquilt.data.pool import Pool
+from fedquilt.data.scale import Normalise, Scale
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.errors.extras import how_to_install
 from fedquilt.storage.tensor_files import too_large
@@ -27,7 +28,7 @@ SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 
 
 @remembered
-def images(
+def images(  # noqa: PLR0913  # The parameters are settings of the source.
     path: File,  # Path of the folder.
     size: int = 0,  # Pixels per side to resize images to. 0: all must have the same size.
     grey: bool = False,  # Read images with one channel.
@@ -110,8 +111,7 @@ def stacked(
         if (picture.height, picture.width) != shape:
             raise DataError(
                 f"{names[index]} has {picture.height}×{picture.width} pixels and {names[0]} "
-                f"{shape[0]}×{shape[1]}; "
-                f"size={min(shape)} makes all of them alike."
+                f"{shape[0]}×{shape[1]}; size={min(shape)} makes all of them alike."
             )
         stack[index] = np.asarray(picture).reshape(*shape, -1)
     return np.ascontiguousarray(stack.transpose(0, 3, 1, 2))
@@ -128,7 +128,7 @@ def _files(folder: Path, domains: bool) -> list[Path]:
     for file in files:
         if len(file.relative_to(folder).parts) < 2 + domains:
             raise DataError(
-                f"{file} lies in no folder that says what it is; {folder}/{levels}/{file.name} "
+                f"{file} is in no folder that names its class; {folder}/{levels}/{file.name} "
                 "would fit."
             )
     return files

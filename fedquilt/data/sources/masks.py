@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from fedquilt.checks import File, whole
-from fedquilt.data.federated import IGNORED, Pool
+from fedquilt.data.convert import IGNORED
 from fedquilt.data.origin import remembered
+from fedquilt.data.pool import Pool
 from fedquilt.data.sources import nifti, padding
 from fedquilt.data.sources.images import SUFFIXES, image_size, open_image
-from fedquilt.data.sources.padding import NormaliseEach, told
+from fedquilt.data.sources.padding import NormaliseEach, shape_text
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.storage.tensor_files import memory_limit, too_large
 
@@ -29,7 +30,6 @@ MASK_MODES = ("1", "L", "P", "I", "I;16")  # Pillow's modes with one number a pi
 DEEP_MODES = ("I", "I;16", "F")  # Pillow's modes with more than 8 bits a pixel.
 MASK_BYTES = 8  # Bytes of a class, which is int64
 TOP_LABEL = 254  # Largest class in a file. 255 is usually white, or marks ignored pixels.
-
 Files = tuple[Path, Path]  # An image and its mask.
 
 
@@ -46,7 +46,7 @@ Reader = Callable[[Path, Path], Pair]
 
 
 @remembered
-def masks(
+def masks(  # noqa: PLR0913  # The parameters are settings of the source.
     path: File,  # Path of the folder.
     size: int = 0,  # Pixels per side to which pictures are resized. 0: they keep their size.
     grey: bool = False,  # Read pictures with one channel.
@@ -83,9 +83,8 @@ def masks(
         if num_bytes > limit:
             raise DataError(
                 f"{root} is not read: its samples up to {names[0]}, {len(pairs)} of {len(files)}, "
-                f"take {num_bytes:,} bytes "
-                f"in memory, and {limit:,} are allowed. --max-bytes (max_bytes=… in Python) allows "
-                "more."
+                f"take {num_bytes:,} bytes in memory, and {limit:,} are allowed. --max-bytes "
+                "(max_bytes=… in Python) allows more."
             )
     _check_alike(files, pairs)
 
@@ -283,8 +282,8 @@ def _read_volume(image_file: Path, mask_file: Path, canonical: bool) -> Pair:
     mask = marked.values[0]
     if mask.shape != size:
         raise DataError(
-            f"{mask_file} has {told(mask.shape)} voxels and its image {image_file} {told(size)}; "
-            "they must be alike."
+            f"{mask_file} has {shape_text(mask.shape)} voxels and its image {image_file} "
+            f"{shape_text(size)}; they must be alike."
         )
     if marked.orientation != volume.orientation:
         raise DataError(

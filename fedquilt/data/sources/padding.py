@@ -10,12 +10,13 @@ from typing import Literal
 import numpy as np
 
 from fedquilt.checks import whole
-from fedquilt.data.federated import IGNORED, Normalise, Pool, Scale
+from fedquilt.data.convert import IGNORED
+from fedquilt.data.pool import Pool
+from fedquilt.data.scale import Normalise, Scale
 from fedquilt.errors import ConfigError, DataError
 
 # "sample" standardises every sample by the mean and standard deviation of its own channels.
 NormaliseEach = Literal[Normalise, "sample"]
-
 MAX_VALUES = 2**28  # Values of one channel of a sample after padding: 1 GiB as float32.
 
 
@@ -59,15 +60,16 @@ class Part:
         if self.shapes.dtype.kind not in "ui" or self.shapes.shape != (count, len(sides)):
             raise DataError(
                 f"{name}: true shapes are {self.shapes.dtype} of shape {self.shapes.shape}; "
-                f"{count} samples of {told(sides)} need whole numbers of shape "
+                f"{count} samples of {shape_text(sides)} need whole numbers of shape "
                 f"{(count, len(sides))}."
             )
         outside = ((self.shapes < 1) | (self.shapes > np.array(sides))).any(1)
         if outside.any():
             sample = int(outside.argmax())
             raise DataError(
-                f"{name}: sample {sample} has the true shape {told(self.shapes[sample].tolist())}; "
-                f"it must be at least 1 and at most {told(sides)}, as the array is."
+                f"{name}: sample {sample} has the true shape "
+                f"{shape_text(self.shapes[sample].tolist())}; it must be at least 1 and at most "
+                f"{shape_text(sides)}, as the array is."
             )
         return self.shapes
 
@@ -129,8 +131,8 @@ def common_sides(sizes: Sequence[Sequence[int]], multiple_of: int, name: str) ->
     sides = tuple(-(-length // multiple_of) * multiple_of for length in longest)
     if math.prod(sides) > MAX_VALUES:
         raise DataError(
-            f"{name}: samples would be padded to {told(sides)} values; at most {MAX_VALUES:,} are "
-            "allowed. Cut or resize the largest samples."
+            f"{name}: samples would be padded to {shape_text(sides)} values; at most "
+            f"{MAX_VALUES:,} are allowed. Cut or resize the largest samples."
         )
     return sides
 
@@ -160,7 +162,7 @@ def stacked(
         stack = np.full((len(arrays), *leading, *sides), fill, dtype)
     except MemoryError as error:
         raise DataError(
-            f"{len(arrays)} samples padded to {told(sides)} do not fit into memory: {error}."
+            f"{len(arrays)} samples padded to {shape_text(sides)} do not fit into memory: {error}."
         ) from error
     for position, array in enumerate(arrays):
         box = [slice(length) for length in array.shape[len(leading) :]]
@@ -278,6 +280,6 @@ def scale_of_counted(
     return None
 
 
-def told(sides: Sequence[int]) -> str:
+def shape_text(sides: Sequence[int]) -> str:
     """Return a size in the form 48×64×48."""
     return "×".join(map(str, sides))

@@ -12,6 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,8 +22,10 @@ import torch
 from torch import Tensor
 
 from fedquilt.checks import File
-from fedquilt.data.federated import IGNORED, Pool, held_out
+from fedquilt.data.convert import IGNORED
+from fedquilt.data.holdout import held_out
 from fedquilt.data.origin import remembered
+from fedquilt.data.pool import Pool
 from fedquilt.data.sources.arrays import read_arrays
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.storage.tensor_files import too_large
@@ -31,7 +34,6 @@ PAD, OOV, BOS, EOS = range(4)
 SPECIAL = ("<pad>", "<oov>", "<bos>", "<eos>")
 # Words, including parts joined by an apostrophe, and punctuation marks one by one.
 _WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
-
 Cut = Literal["split", "truncate"]
 
 
@@ -40,6 +42,22 @@ class Texts(NamedTuple):
 
     lines: list[str]
     users: list[str] | None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How texts become samples of tokens."""
+
+    vocabulary: int = 10_000  # Number of words in the vocabulary. Four special tokens are added.
+    length: int = 20  # Tokens per sample.
+    long: Cut = "split"  # "split" longer texts into several samples, or "truncate" them.
+    lower: bool = True  # Convert text to lower case.
+    count_special: bool = True  # True: <oov> and <eos> count as targets.
+
+    def __post_init__(self) -> None:
+        for option, value in (("vocabulary", self.vocabulary), ("length", self.length)):
+            if value < 1:
+                raise ConfigError(f"{option} = {value} was asked for; it must be at least 1.")
 
 
 @remembered
@@ -58,69 +76,48 @@ def text(
     vocabulary and four special tokens.
     """
     texts = _read(Path(path), max_bytes)
-    return predict_words(
-        texts, None, Path(path).stem, vocabulary, length, long, lower, count_special
-    )
+    tokens = Tokens(vocabulary, length, long, lower, count_special)
+    return predict_words(texts, None, Path(path).stem, tokens)
 
 
-def predict_words(
-    train: Texts,
-    test: Texts | None,
-    name: str,
-    vocabulary: int = 10_000,
-    length: int = 20,
-    long: Cut = "split",
-    lower: bool = True,
-    count_special: bool = True,
-) -> Pool:
+def predict_words(train: Texts, test: Texts | None, name: str, tokens: Tokens = Tokens()) -> Pool:
     """Return a pool for next-word prediction from texts in memory.
 
     Args:
         train: Training texts.
         test: Test texts. None: a fifth of every user's training texts is held out.
         name: Name of the data for messages.
-        vocabulary: Number of words in the vocabulary. Four special tokens are added.
-        length: Tokens per sample.
-        long: "split" splits longer texts into several samples, "truncate" truncates them.
-        lower: Convert text to lower case.
-        count_special: True: <oov> and <eos> count as targets.
+        tokens: How texts become samples.
     """
-    for option, value in (("vocabulary", vocabulary), ("length", length)):
-        if value < 1:
-            raise ConfigError(f"{option} = {value} was asked for; it must be at least 1.")
     names = {user for texts in (train, test) if texts and texts.users for user in texts.users}
     users = {user: code for code, user in enumerate(sorted(names))}
-    codes = (
-        None
-        if train.users is None
-        else torch.tensor([users[user] for user in train.users], dtype=torch.int64)
-    )
-    lines, tests, test_codes = train.lines, [] if test is None else test.lines, None
+    codes = test_codes = None  # (text,) User of each text, as a number.
+    if train.users is not None:
+        codes = torch.tensor([users[user] for user in train.users], dtype=torch.int64)
     if test is None:
         # Whole texts are held out and not windows, because other windows of the same text would
         # be in the training set.
-        kept_rows, held_rows = held_out(len(lines), codes, name, "texts")
-        lines, tests = (
-            [lines[row] for row in kept_rows.tolist()],
-            [lines[row] for row in held_rows.tolist()],
-        )
-        codes, test_codes = (None, None) if codes is None else (codes[kept_rows], codes[held_rows])
-    elif test.users is not None and codes is not None:
-        test_codes = torch.tensor([users[user] for user in test.users], dtype=torch.int64)
-    words, test_words = ([_words(line, lower) for line in subset] for subset in (lines, tests))
-    frequent_words = frequent(words, vocabulary)
-    tokens = {word: len(SPECIAL) + rank for rank, word in enumerate(frequent_words)}
-    (x, y, text_rows), (tx, ty, test_text_rows) = (
-        _windows(subset, tokens, length, long) for subset in (words, test_words)
-    )
-    if not count_special:
-        for targets in (y, ty):
-            targets[(targets == OOV) | (targets == EOS)] = IGNORED
+        training_rows, test_rows = held_out(len(train.lines), codes, name, "texts")
+        lines = [train.lines[row] for row in training_rows.tolist()]
+        test_lines = [train.lines[row] for row in test_rows.tolist()]
+        if codes is not None:
+            codes, test_codes = codes[training_rows], codes[test_rows]
+    else:
+        lines, test_lines = train.lines, test.lines
+        if test.users is not None and codes is not None:
+            test_codes = torch.tensor([users[user] for user in test.users], dtype=torch.int64)
+
+    words = [_words(line, tokens.lower) for line in lines]
+    test_words = [_words(line, tokens.lower) for line in test_lines]
+    frequent_words = frequent(words, tokens.vocabulary)
+    codes_by_word = {word: len(SPECIAL) + rank for rank, word in enumerate(frequent_words)}
+    inputs, targets, texts = _windows(words, codes_by_word, tokens)
+    test_inputs, test_targets, test_texts = _windows(test_words, codes_by_word, tokens)
     return Pool.of(
-        (x, y),
-        (tx, ty),
-        clients=None if codes is None else codes[text_rows],
-        test_clients=None if test_codes is None else test_codes[test_text_rows],
+        (inputs, targets),
+        (test_inputs, test_targets),
+        clients=None if codes is None else codes[texts],
+        test_clients=None if test_codes is None else test_codes[test_texts],
         name=name,
         num_classes=len(SPECIAL) + len(frequent_words),
         class_names=(*SPECIAL, *frequent_words),
@@ -138,32 +135,34 @@ def _words(line: str, lower: bool) -> list[str]:
 
 
 def _windows(
-    texts: Sequence[Sequence[str]], places: dict[str, int], length: int, long: Cut
+    texts: Sequence[Sequence[str]], codes_by_word: dict[str, int], tokens: Tokens
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cut texts into windows of equal length.
 
     Args:
         texts: Words of each text.
-        places: Token of each word in the vocabulary.
-        length: Tokens per window.
-        long: "split" or "truncate", for texts that are longer.
+        codes_by_word: Token of each word in the vocabulary.
+        tokens: Length of a window, and what happens to longer texts.
 
     Returns:
         Inputs (window, length) padded with <pad>, targets (window, length) padded with −100, and
         the index of the text that each window comes from.
     """
-    tokens = [[BOS, *(places.get(word, OOV) for word in words), EOS] for words in texts]
-    starts = [range(0, len(row) - 1, length) if long == "split" else range(1) for row in tokens]
+    length, is_split = tokens.length, tokens.long == "split"
+    rows = [[BOS, *(codes_by_word.get(word, OOV) for word in words), EOS] for words in texts]
+    starts = [range(0, len(row) - 1, length) if is_split else range(1) for row in rows]
     count = sum(map(len, starts))
     inputs, targets = np.full((count, length), PAD), np.full((count, length), IGNORED)
     text_rows, window_index = np.empty(count, np.int64), 0
-    for text_index, (row, begins) in enumerate(zip(tokens, starts, strict=True)):
+    for text_index, (row, begins) in enumerate(zip(rows, starts, strict=True)):
         for start in begins:
             window = row[start : start + length + 1]
             inputs[window_index, : len(window) - 1] = window[:-1]
             targets[window_index, : len(window) - 1] = window[1:]
             text_rows[window_index] = text_index
             window_index += 1
+    if not tokens.count_special:
+        targets[(targets == OOV) | (targets == EOS)] = IGNORED
     return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(text_rows)
 
 
@@ -246,8 +245,8 @@ def _from_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> Texts:
         if not 0 <= first <= last <= len(text_):
             raise DataError(
                 f"{path}: the text of user {user} goes from byte {first} to {last} by the array "
-                "'start'; it must lie "
-                f"in the {len(text_):,} bytes of 'text', one user after another."
+                f"'start'; it must lie in the {len(text_):,} bytes of 'text', one user after "
+                "another."
             )
     names = arrays.get("users", np.arange(len(start)).astype(str))
     if names.dtype.kind != "U" or names.shape != start.shape:
@@ -282,8 +281,7 @@ def _from_json(path: Path, found: Any) -> Texts:
     if bad_entries:
         raise DataError(
             f'{path} is neither {{user: [text, …]}} nor [{{"client": user, "text": text}}, …]: '
-            f"entry {bad_entries[0]} is no "
-            "text."
+            f"entry {bad_entries[0]} is no text."
         )
     pairs = [(user, entry) for user, entry in pairs if entry.strip()]
     return Texts([entry for _, entry in pairs], [user for user, _ in pairs])

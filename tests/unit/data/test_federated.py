@@ -1,4 +1,4 @@
-"""Pools and federated data: what is refused, what models see, and who holds which samples."""
+"""Pools and federated data: refused arrays, samples as models get them, and parts of clients."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_parts_are_the_lists_they_were_made_of(lists):
 
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor, list])
-def test_a_mask_of_all_samples_says_which_are_the_clients(kind):
+def test_a_mask_of_all_samples_selects_those_of_the_client(kind):
     data = of(
         parts=[kind(Y.numpy() < 2), kind(Y.numpy() == 2)], test_parts=[kind(Y.numpy() == 1), []]
     )
@@ -74,7 +74,7 @@ def test_a_mask_of_all_samples_says_which_are_the_clients(kind):
     assert [part.tolist() for part in data.test_parts] == [[1, 4], []]
 
 
-def test_parts_from_owners_keep_the_order_of_samples_and_leave_out_what_nobody_owns():
+def test_parts_from_owners_keep_the_order_and_leave_out_samples_without_owner():
     parts = Parts.owned(torch.tensor([1, -1, 0, 1, 3]), 4)
     assert [part.tolist() for part in parts] == [[2], [0, 3], [], [4]]
     listed = Parts.owned(torch.tensor([1, 0]), 2, order=torch.tensor([7, 9]))
@@ -115,13 +115,14 @@ def test_arrays_and_lists_become_tensors():
     assert [part.tolist() for part in data.test_parts] == [[0], [1, 2]]
 
 
-def test_data_is_told_in_a_line():
+def test_repr_is_one_line():
     pool = Pool.of((X, Y), (X, Y), name="small")
     assert repr(pool) == "Pool(small: 6 training and 6 test samples of (4,), 3 classes)"
-    dealt = (
-        "FederatedData(small: 6 training and 6 test samples of (4,), 3 classes; dealt to 2 clients)"
+    federated = (
+        "FederatedData(small: 6 training and 6 test samples of (4,), 3 classes; partitioned among "
+        "2 clients)"
     )
-    assert str(pool.partition(2)) == repr(pool.partition(2)) == dealt
+    assert str(pool.partition(2)) == repr(pool.partition(2)) == federated
     homes = {"domains": Y, "test_domains": Y}
     assert "3 classes, 3 domains)" in repr(Pool.of((X, Y), (X, Y), **homes))
     assert "3 classes, domains a, b, c)" in repr(
@@ -192,7 +193,7 @@ def test_datasets_of_torch_are_read_once_into_arrays():
     assert of(train=TensorDataset(X, Y)).num_clients == 2
 
 
-def test_what_has_no_classes_is_not_asked_for_them():
+def test_classes_of_data_without_classes_are_an_error():
     real = Pool.of((X, Y / 2), (X, Y / 2), name="real").partition(2)
     with pytest.raises(
         DataError, match=r"which classes client 1 holds; it has a real target each.*need one class"
@@ -202,13 +203,13 @@ def test_what_has_no_classes_is_not_asked_for_them():
         Pool.of((X, Y / 2), (X, Y / 2), num_classes=3)
 
 
-def test_held_classes_ignore_padding():
+def test_classes_of_a_client_ignore_padding():
     data = of((X, torch.tensor([0, 2, -100, 1, 1, 1])))
     assert data.held(0, 3).tolist() == [True, False, True]
     assert data.held(1, 4).tolist() == [False, True, False, False]
 
 
-def test_held_classes_of_sequences_are_all_their_tokens():
+def test_classes_of_sequences_are_all_their_tokens():
     tokens = torch.tensor([[0, 1], [1, 1], [3, -100]])
     data = of((tokens, tokens), (tokens, tokens), [[0, 1], [2]])
     assert data.held(0, 4).tolist() == [True, True, False, False]
@@ -357,7 +358,7 @@ def test_ids_may_be_of_any_whole_kind():
         ),
     ],
 )
-def test_wrong_data_is_refused_with_what_is_wrong(wrong, message):
+def test_wrong_data_is_refused_with_a_reason(wrong, message):
     with pytest.raises(DataError, match=message):
         of(**wrong)
 
@@ -379,7 +380,7 @@ def test_wrong_data_is_refused_with_what_is_wrong(wrong, message):
         ({"num_classes": 2}, "there is a target 2; 2 classes were announced"),
     ],
 )
-def test_what_goes_along_is_checked_too(wrong, message):
+def test_clients_and_domains_are_checked_too(wrong, message):
     with pytest.raises(DataError, match=message):
         Pool.of((X, Y), (X, Y), **wrong)
 
@@ -399,7 +400,7 @@ def test_samples_that_are_listed_twice_are_pointed_out(parts, clients, caplog):
     assert f"Sample 2 is listed for clients {clients}." in caplog.text
 
 
-def test_nothing_is_said_of_parts_without_repeats(caplog):
+def test_parts_without_repeats_give_no_warning(caplog):
     samples = (np.zeros((4, 3), np.float32), np.array([0, 1, 0, 1]))
     fq.FederatedData.of(samples, samples, [[0, 2], [3]])
     assert not caplog.text
@@ -413,7 +414,7 @@ def test_test_samples_that_are_not_finite_are_pointed_out(value, caplog):
     assert "2 of the 4 test samples of mine hold values that are not finite" in caplog.text
 
 
-def test_without_a_test_part_a_fifth_is_held_out_and_it_is_said(caplog):
+def test_without_a_test_part_a_fifth_is_held_out_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         pool = Pool.of((torch.arange(20.0)[:, None], torch.arange(20)), name="mine", num_classes=20)
     assert "mine has no test part: 4 of its 20 samples are held out for testing." in caplog.text
@@ -507,7 +508,7 @@ def test_tokens_are_not_normalised():
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_engines_train_on_bytes_as_on_the_numbers_they_stand_for(residual, play, engine):
+def test_engines_train_on_bytes_as_on_the_scaled_numbers(residual, play, engine):
     generator = torch.Generator().manual_seed(3)
     pictures = torch.randint(256, (40, 1, 6, 6), generator=generator, dtype=torch.uint8)
     targets = torch.randint(4, (40,), generator=generator)
@@ -545,7 +546,7 @@ def test_public_samples_are_taken_from_the_clients():
         pool.with_public(1.0)
 
 
-def test_dealt_data_can_be_dealt_again():
+def test_partitioned_data_can_be_partitioned_again():
     data = Pool.of((X, Y), (X, Y)).partition(2)
     again = data.partition(3, Labels(1))
     assert (data.num_clients, again.num_clients) == (2, 3)

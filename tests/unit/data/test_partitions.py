@@ -1,6 +1,4 @@
-"""Deals: nobody goes without, no sample twice, the same by the same seed, and each way's own
-promise.
-"""
+"""Partitions: every client has samples, no sample is assigned twice, and a seed gives equal parts."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ WAYS: list[Partition] = [
 @settings(max_examples=15, deadline=None)
 @given(clients=st.integers(3, 10), seed=st.integers(0, 50))
 @pytest.mark.parametrize("way", WAYS, ids=repr)
-def test_nobody_goes_without_and_no_sample_is_dealt_twice(way, clients, seed):
+def test_every_client_has_samples_and_no_sample_is_assigned_twice(way, clients, seed):
     pool = pool_of()
     data = pool.partition(clients, way, seed)
     assert data.num_clients == len(data.test_parts) == clients
@@ -81,7 +79,7 @@ def test_nobody_goes_without_and_no_sample_is_dealt_twice(way, clients, seed):
 @pytest.mark.parametrize(
     "way", [Iid(), Dirichlet(2.0), Labels(4), Quantity(), Natural(), Domains()], ids=repr
 )
-def test_every_sample_is_dealt(way):
+def test_every_sample_is_assigned(way):
     data = pool_of().partition(10, way)
     assert sorted(data.parts.order.tolist()) == list(range(120))
     assert sorted(data.test_parts.order.tolist()) == list(range(60))
@@ -90,14 +88,14 @@ def test_every_sample_is_dealt(way):
 @pytest.mark.parametrize(
     "way", [Iid(), Dirichlet(2.0), Labels(2), Quantity(), Domains(), Iid(fraction=0.3)], ids=repr
 )
-def test_another_seed_is_another_deal(way):
+def test_another_seed_gives_another_partition(way):
     deals = [pool_of().partition(5, way, seed).parts[0].tolist() for seed in (0, 1)]
     assert deals[0] != deals[1]
 
 
 @pytest.mark.parametrize("way", [Iid(), Dirichlet(), Labels(), Quantity()], ids=repr)
 def test_a_number_of_clients_is_asked_for(way):
-    with pytest.raises(DataError, match="to a number of clients; none was asked for"):
+    with pytest.raises(DataError, match="among a number of clients; none was asked for"):
         pool_of().partition(None, way)
     with pytest.raises(
         DataError,
@@ -109,10 +107,10 @@ def test_a_number_of_clients_is_asked_for(way):
 
 
 @pytest.mark.parametrize("way", [0, 4, "iid", Iid])
-def test_what_is_no_partition_is_refused(way):
+def test_other_objects_than_partitions_are_refused(way):
     with pytest.raises(
         DataError,
-        match=r"data was to be dealt by .*; a partition fits, such as pool\.partition\(20",
+        match=r"data was to be partitioned by .*; a partition fits, such as pool\.partition\(20",
     ):
         pool_of().partition(4, way)
 
@@ -120,7 +118,8 @@ def test_what_is_no_partition_is_refused(way):
 @pytest.mark.parametrize("count", [2.5, "3", True])
 def test_clients_are_counted_in_whole_numbers(count):
     with pytest.raises(
-        DataError, match=f"{count!r} clients were asked for; data can be dealt to a whole number"
+        DataError,
+        match=f"{count!r} clients were asked for; data can be partitioned among a whole number",
     ):
         pool_of().partition(count, Iid())
     assert pool_of().partition(np.int64(3), Iid()).num_clients == 3
@@ -146,7 +145,7 @@ def test_the_table_has_all_of_them_by_their_names():
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 60), st.data())
-def test_iid_deals_equal_shares(count, data):
+def test_iid_assigns_equal_shares(count, data):
     clients = data.draw(st.integers(1, count))
     sizes = pool_of(count).partition(clients, Iid()).parts.sizes
     assert int(sizes.max() - sizes.min()) <= 1
@@ -180,13 +179,13 @@ def test_labels_are_as_many_as_asked_in_training_and_test(clients, classes, data
     assert sorted(dealt.parts.order.tolist()) == everyone  # all of a held class
 
 
-def test_labels_are_dealt_evenly():
+def test_labels_are_assigned_evenly():
     data = pool_of(1000, classes=10).partition(10, Labels(2))
     holders = torch.stack([data.held(client, 10) for client in range(10)]).sum(0)
     assert holders.tolist() == [2] * 10
 
 
-def test_labels_deal_among_the_classes_there_are():
+def test_labels_use_only_classes_that_occur():
     """As in EMNIST's letters, which count from 1."""
     targets = torch.arange(40) % 4 + 1
     data = Pool.of((torch.zeros(40, 1), targets), (torch.zeros(40, 1), targets)).partition(
@@ -205,11 +204,11 @@ def test_impossible_labels_are_refused():
 
 
 @pytest.mark.parametrize("way", [Labels(), Dirichlet()], ids=repr)
-def test_sequences_have_no_class_to_be_dealt_by(way):
+def test_sequences_cannot_be_partitioned_by_class(way):
     tokens = torch.zeros(9, 5, dtype=torch.int64)
     pool = Pool.of((tokens, tokens), (tokens, tokens))
     with pytest.raises(
-        DataError, match=r"deals by class; a target of data has shape \(5,\) .* Iid, Quantity"
+        DataError, match=r"partitions by class; a target of data has shape \(5,\) .* Iid, Quantity"
     ):
         pool.partition(2, way)
     assert pool.partition(2, Quantity()).num_clients == pool.partition(2).num_clients == 2
@@ -219,7 +218,7 @@ def test_sequences_have_no_class_to_be_dealt_by(way):
 @pytest.mark.parametrize(
     "targets", [torch.linspace(0, 1, 9), torch.eye(9) > 0], ids=["real", "labels"]
 )
-def test_only_classes_are_dealt_by(way, targets):
+def test_only_classes_can_be_partitioned_by_class(way, targets):
     rows = torch.arange(9)
     x = rows[:, None].float()
     pool = Pool.of(
@@ -268,7 +267,7 @@ def test_test_samples_are_shared_out_like_training_samples():
         assert int((train - test).abs().max()) <= 1
 
 
-def test_draws_are_repeated_until_everybody_has_enough():
+def test_draws_are_repeated_until_every_client_has_enough():
     assert int(pool_of(400).partition(10, Dirichlet(0.5, 10)).parts.sizes.min()) >= 10
     smallest = [
         int(pool_of(60).partition(12, Dirichlet(0.5), seed).parts.sizes.min()) for seed in range(20)
@@ -316,7 +315,7 @@ def test_sizes_without_spread_are_equal():
     assert pool_of(100).partition(10, Quantity(sigma=0.0)).parts.sizes.tolist() == [10] * 10
 
 
-def test_everybody_gets_the_least_asked_for():
+def test_every_client_gets_the_smallest_size():
     sizes = pool_of(200).partition(20, Quantity("dirichlet", alpha=0.1, min_size=6)).parts.sizes
     assert int(sizes.min()) >= 6
     assert int(sizes.sum()) == 200
@@ -393,9 +392,9 @@ def test_without_a_partition_samples_go_to_the_clients_they_are_of():
 
 
 @pytest.mark.parametrize(("way", "key"), [(Natural(), "client_train"), (Domains(), "domain_train")])
-def test_data_that_does_not_say_whose_it_is_cannot_be_dealt_by_it(way, key):
+def test_data_without_clients_or_domains_cannot_be_partitioned_by_them(way, key):
     pool = Pool.of((torch.zeros(4, 1), torch.arange(4)), (torch.zeros(4, 1), torch.arange(4)))
-    with pytest.raises(DataError, match=f"data does not say .* `{key}`; Iid, Dirichlet"):
+    with pytest.raises(DataError, match=f"data does not have .* `{key}`; Iid, Dirichlet"):
         pool.partition(2, way)
 
 
@@ -423,7 +422,7 @@ def test_a_fraction_is_taken_of_every_domain():
     assert len(data.test_parts.order) == 60  # the test set stays whole
 
 
-def test_a_largest_size_holds_whatever_the_size_of_the_pool():
+def test_the_largest_size_is_kept_for_pools_of_any_size():
     """5 % of a set is another number of images for every set; FedResCuE's is 371 a domain."""
     for count in (600, 1200):
         data = pool_of(count, 60).partition(6, Domains(max_size=15))
@@ -469,7 +468,7 @@ def test_impossible_domains_are_refused():
         ("SizePartitioner", {"partition_sizes": [60, 30, 15, 10, 5]}),
     ],
 )
-def test_flower_deals_what_flower_deals(name, options):
+def test_partitions_of_flower_are_those_of_flower_itself(name, options):
     from datasets import Dataset
     from flwr_datasets import partitioner as flower
 
@@ -494,11 +493,11 @@ def test_flower_deals_what_flower_deals(name, options):
     [
         (Flwr("DirichletPartitoner"), ConfigError, "Did you mean 'DirichletPartitioner'"),
         (Flwr("VerticalEvenPartitioner"), ConfigError, "no partitioner of flwr-datasets named"),
-        (Flwr("DirichletPartitioner"), DataError, "could not deal data: TypeError.*alpha"),
+        (Flwr("DirichletPartitioner"), DataError, "could not partition data: TypeError.*alpha"),
         (
             Flwr("SizePartitioner", {"partition_sizes": [60, 60]}),
             DataError,
-            "3 clients were asked for; .* to 2",
+            "3 clients were asked for; .* among 2",
         ),
         (
             Flwr("DirichletPartitioner", {"alpha": [1e-4, 9.0, 9.0], "min_partition_size": 0}),
@@ -507,7 +506,7 @@ def test_flower_deals_what_flower_deals(name, options):
         ),
     ],
 )
-def test_what_flower_cannot_deal_is_refused(way, error, message):
+def test_partitions_that_flower_cannot_make_are_refused(way, error, message):
     with pytest.raises(error, match=message):
         pool_of().partition(3, way)
 
@@ -516,7 +515,7 @@ def test_what_flower_cannot_deal_is_refused(way, error, message):
 
 
 @pytest.mark.parametrize("way", [Iid(), Quantity(), Natural(), Domains()], ids=repr)
-def test_the_cost_of_a_deal_is_that_of_its_samples_not_of_a_tensor_a_client(way):
+def test_the_cost_of_a_partition_depends_on_samples_and_not_on_clients(way):
     """Stack Overflow's 342,477 clients, three samples each: about a second; a tensor a client would
     take ten.
     """

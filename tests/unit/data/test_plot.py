@@ -1,4 +1,4 @@
-"""Who holds what, drawn."""
+"""Plots of the samples of each client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from fedquilt.data import FederatedData, Pool, digits
 from fedquilt.data.plot import blocks, counts, figure
-from fedquilt.data.sources.text import Texts, predict_words
+from fedquilt.data.sources.text import Texts, Tokens, predict_words
 from fedquilt.errors import ConfigError, DataError
 
 
@@ -20,7 +20,7 @@ def small() -> FederatedData:
         domain_names=("day", "night"),
         name="few",
     )
-    return pool.dealt([[0, 1, 2], [3, 4, 5, 6]])
+    return pool.with_parts([[0, 1, 2], [3, 4, 5, 6]])
 
 
 def test_counts_are_those_of_each_client():
@@ -48,7 +48,7 @@ def test_many_clients_are_summed_up():
 
 def test_many_classes_are_joined_and_padding_is_not_drawn():
     texts = Texts([" ".join(f"w{n}" for n in range(200))], None)
-    data = predict_words(texts, texts, "words", length=400).partition(1)
+    data = predict_words(texts, texts, "words", Tokens(length=400)).partition(1)
     assert int(counts(data).sum()) == 201  # the words and <eos>, not the padding
     assert "204 classes, 4 a column" in blocks(data)
 
@@ -70,12 +70,12 @@ def test_many_groups_become_a_heat_map(tmp_path):
     assert "share of the client" in figure(data, tmp_path / "a.svg").read_text()
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path):
+def test_data_that_cannot_be_plotted_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"'a\.gif' was asked for; a name that ends in \.png, \.svg or \.pdf"
     ):
         figure(small(), tmp_path / "a.gif")
-    with pytest.raises(DataError, match="digits does not say where its samples come from"):
+    with pytest.raises(DataError, match="digits does not have the domain of each sample"):
         blocks(digits().partition(2), "domain")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
@@ -84,7 +84,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
 
 def test_real_numbers_are_not_drawn_by_class():
     x, y = torch.zeros(4, 1), torch.linspace(0, 1, 4)
-    data = Pool.of((x, y), (x, y), domains=torch.tensor([0, 0, 1, 1])).dealt([[0, 1], [2, 3]])
+    data = Pool.of((x, y), (x, y), domains=torch.tensor([0, 0, 1, 1])).with_parts([[0, 1], [2, 3]])
     with pytest.raises(DataError, match="asked for by class; its targets are not classes"):
         blocks(data)
     assert counts(data, "domain").tolist() == [[2, 0], [0, 2]]

@@ -1,6 +1,4 @@
-"""Preparing data sets: small files of the published layouts on a local server become the right
-arrays.
-"""
+"""Small files in published layouts, on a local server, become the right arrays."""
 
 from __future__ import annotations
 
@@ -201,7 +199,7 @@ def test_the_next_place_is_tried(host, tmp_path, monkeypatch):
     assert found.files[0].origin == file.urls[0]
 
 
-def test_a_file_without_a_published_sum_says_so(host, tmp_path, monkeypatch):
+def test_a_file_without_a_published_checksum_is_reported(host, tmp_path, monkeypatch):
     data_set = host.publish(monkeypatch, "cifar10")
     monkeypatch.setitem(
         DATA_SETS, "cifar10", replace(data_set, files=(replace(data_set.files[0], md5=""),))
@@ -512,7 +510,7 @@ def test_images_that_are_not_as_published(png, said, host, tmp_path, monkeypatch
 # --- what is asked for --------------------------------------------------------------------------
 
 
-def test_what_cannot_be_asked_for(tmp_path):
+def test_invalid_requests_are_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"no data set to prepare named 'cifar'\. Did you mean 'cifar10'\?"
     ):
@@ -526,7 +524,7 @@ def test_what_cannot_be_asked_for(tmp_path):
     assert nothing_was_kept(tmp_path)
 
 
-def test_every_data_set_says_what_it_is():
+def test_every_data_set_has_a_description():
     for name, data_set in DATA_SETS.items():
         assert data_set.name == name
         assert data_set.title
@@ -542,7 +540,7 @@ def test_every_data_set_says_what_it_is():
     )
 
 
-def test_what_is_said_where_data_is_missing():
+def test_the_error_for_missing_data_says_how_to_prepare_it():
     said = missing_message("cifar10", "somewhere")
     assert said.startswith(
         "somewhere/cifar10.npz is needed; there is no such file. It holds CIFAR-10"

@@ -58,7 +58,7 @@ def test_every_font_draws_every_digit():
         assert len({shape.tobytes() for shape in shapes}) == 10
 
 
-def test_draws_lie_in_their_range():
+def test_draws_are_in_their_range():
     draws = Draws(7)
     found = {draws.between(-2, 3) for _ in range(200)}
     assert found == set(range(-2, 4))

@@ -21,7 +21,7 @@ PARTS = [part.tolist() for part in torch.arange(20).split(list(SIZES))]
 
 
 def dealt(parts=PARTS, **known) -> fq.FederatedData:
-    return Pool.of((X, Y), TEST, **known).dealt(parts, [[0], [1], [2], [3], []][: len(parts)])
+    return Pool.of((X, Y), TEST, **known).with_parts(parts, [[0], [1], [2], [3], []][: len(parts)])
 
 
 def lists(parts: Parts) -> list[list[int]]:
@@ -72,7 +72,7 @@ def test_the_draw_is_random_within_a_client():
     do.
     """
     data = Pool.of((torch.zeros(200, 1), torch.zeros(200, dtype=torch.int64)), TEST).partition(2)
-    ordered = data.dealt([range(100), range(100, 200)]).with_validation(0.5)
+    ordered = data.with_parts([range(100), range(100, 200)]).with_validation(0.5)
     low = [sum(1 for row in part if row % 100 < 50) for part in lists(ordered.validation_parts)]
     assert all(15 < count < 35 for count in low)
     assert lists(ordered.validation_parts)[0] != [
@@ -85,7 +85,7 @@ def test_the_draw_is_random_within_a_client():
 def test_nothing_is_lost_and_nothing_is_in_both(sizes, share):
     count = sum(sizes)
     pool = Pool.of((torch.zeros(count, 1), torch.zeros(count, dtype=torch.int64)), TEST)
-    data = pool.dealt(torch.arange(count).split(sizes))
+    data = pool.with_parts(torch.arange(count).split(sizes))
     if max(sizes) == 1:
         with pytest.raises(DataError, match="has a single sample"):
             data.with_validation(share)
@@ -121,9 +121,11 @@ def test_a_fraction_of_samples_is_drawn_as_before():
     assert lists(parts.thinned(0.3, 5, 3))[0] == lists(drawn)[0]
 
 
-def test_it_is_told_how_many_are_held_back():
+def test_repr_has_the_number_of_validation_samples():
     told = repr(dealt().with_validation(0.2))
-    assert told.endswith("dealt to 5 clients, which hold back 5 training samples for validation)")
+    assert told.endswith(
+        "partitioned among 5 clients, which hold back 5 training samples for validation)"
+    )
     assert "validation" not in repr(dealt())
 
 
@@ -190,7 +192,7 @@ def test_clients_domains_and_public_samples_are_kept():
         (torch.arange(12, dtype=torch.uint8).reshape(12, 1, 1, 1), torch.arange(12) % 3),  # images
     ],
 )
-def test_tokens_real_targets_labels_and_bytes_are_split_alike(inputs, targets):
+def test_tokens_real_targets_labels_and_bytes_are_split_in_the_same_way(inputs, targets):
     data = Pool.of((inputs, targets), (inputs[:2], targets[:2])).partition(3).with_validation(0.25)
     assert data.validation_parts.sizes.tolist() == [1, 1, 1]
     rows = data.validation_parts.order.sort().values

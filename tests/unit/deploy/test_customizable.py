@@ -1,4 +1,4 @@
-"""One module of several sizes: it answers as the deployed ones do, and holds weights once."""
+"""One module of several sizes: it has the outputs of deployed modules, and stores weights once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pointers(module: nn.Module) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("method", ALL, ids=lambda method: type(method).__name__)
-def test_it_answers_as_deployed_modules_do(method, family, play, make_data):
+def test_outputs_equal_those_of_deployed_modules(method, family, play, make_data):
     run = play(method, family, make_data(family, (9, 8)), (1.0, 0.5), rounds=2)
     client, inputs = 0 if method.personal else None, run.data.test_inputs
     model = run.customizable(SHARES, client=client)
@@ -87,7 +87,7 @@ def test_setting_a_share_copies_nothing(family, play, make_data):
     assert before == {share: pointers(net) for share, net in model._members.items()}
 
 
-def test_base_nets_are_held_once(family, play, make_data):
+def test_base_nets_are_stored_once(family, play, make_data):
     run = play(SplitMix(base=0.25), family, make_data(family, (9, 8)), rounds=1)
     model = run.customizable((1.0, 0.5, 0.25))
     assert len(model.stocks) == 4
@@ -170,7 +170,7 @@ def test_a_clients_own(family, play, make_data):
         run.customizable((1.0,))
 
 
-def test_mistakes_say_what_would_fit(family, play, make_data):
+def test_error_messages_name_a_valid_value(family, play, make_data):
     run = play(HeteroFL(), family, make_data(family, (9, 8)), rounds=1)
     model = run.customizable((1.0, 0.5))
     with pytest.raises(
@@ -195,7 +195,7 @@ def test_mistakes_say_what_would_fit(family, play, make_data):
 
 @pytest.mark.parametrize("method", [HeteroFL(), SplitMix(base=0.25)], ids=["heterofl", "splitmix"])
 def test_size_and_robustness_are_chosen_together(method, play, make_data, tmp_path):
-    """As a module that is deployed with both; and it comes back from a file with what was chosen."""
+    """It equals a module deployed with both, and a file restores the share and the robustness."""
     family = fq.trace(
         lambda: fq.dual(fq.models.PreResNet((1, 1), 4, 1, widths=(8, 16))), torch.zeros(2, 1, 6, 6)
     )

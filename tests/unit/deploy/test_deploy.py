@@ -1,4 +1,4 @@
-"""What a device gets: within its budget whatever the method, with norms by a policy one can name."""
+"""Deployed models: within the budget for every method, with norms by a named policy."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_norms_that_cannot_be_had_are_refused(family, play, make_data):
     assert not torch.allclose(kept[1].running_mean, fresh[1].running_mean)
 
 
-def test_without_data_only_what_needs_none_is_deployed(family, play, make_data):
+def test_without_data_only_norms_that_need_none_are_deployed(family, play, make_data):
     run = play(HeteroFL(), family, make_data(family, (6, 6)))
     run.absent = "there is no such folder."
     with pytest.raises(
@@ -210,7 +210,7 @@ def test_nets_that_are_averaged_add_up(family, play, make_data):
     assert deployed(run, fq.Budget(params=2.5 * one.params)).share == 0.5
 
 
-def test_a_clients_own_is_deployed_for_other_budgets_too(family, play, make_data):
+def test_a_clients_result_is_deployed_for_other_budgets_too(family, play, make_data):
     run = play(LocalOnly(), family, make_data(family, (6, 6)))
     half = run.deploy(fq.Budget(share=0.5), client=1)
     assert torch.equal(half[0].weight, run.server.memory[1, ""].weights["0.weight"][:4])
@@ -257,7 +257,7 @@ def test_a_client_that_is_none_is_refused(family, play, make_data):
         run.deploy(fq.Budget(share=1.0))
 
 
-def test_more_than_a_client_holds_is_given_as_that_and_said_so(family, play, make_data, caplog):
+def test_a_budget_above_a_clients_gives_its_own_size_and_a_warning(family, play, make_data, caplog):
     run = play(
         with_local(LocalOnly(), batch_size=4), family, make_data(family, (6, 6)), (1.0, 0.25)
     )
@@ -270,7 +270,7 @@ def test_more_than_a_client_holds_is_given_as_that_and_said_so(family, play, mak
     )
 
 
-def test_a_client_whose_budget_changes_keeps_what_it_trained(family, make_data, caplog):
+def test_a_client_whose_budget_changes_keeps_its_trained_weights(family, make_data, caplog):
     """Not what it could hold in a round without it."""
     fleet, method = (
         fq.Fleet.of((1.0, 0.25), 4, 1, dynamic=True),
@@ -322,7 +322,7 @@ def test_a_client_whose_budget_changes_keeps_the_prototype_that_it_trained_last(
     assert True in is_other_than_last
 
 
-def test_methods_that_ignore_budgets_give_whole_nets_without_a_word(
+def test_methods_that_ignore_budgets_give_whole_nets_without_a_warning(
     family, play, make_data, caplog
 ):
     run = play(with_local(FedBN(), batch_size=4), family, make_data(family, (6, 6)), (1.0, 0.5))

@@ -1,6 +1,4 @@
-"""Models as files: what is written answers as torch does, for batches of any size, or is not
-written.
-"""
+"""Exported files: they have the outputs of torch for batches of any size, or are not written."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 import fedquilt as fq
-from fedquilt.deploy.export import Pt2
+from fedquilt.deploy.formats import Pt2
 from fedquilt.errors import ConfigError, ExportError, RecordError
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.methods import FedBN, FedRolex, HeteroFL, LocalOnly, SplitMix
@@ -44,7 +42,7 @@ def family() -> fq.Family:
 @pytest.mark.parametrize("norms", ["post", "batch"])
 @pytest.mark.parametrize("format", [ONNX, "pt2", "safetensors"])
 @pytest.mark.parametrize("method", [HeteroFL(), SplitMix(base=0.25)], ids=["one net", "ensemble"])
-def test_what_is_written_answers_as_the_deployed_module(
+def test_an_exported_file_has_the_outputs_of_the_deployed_module(
     method, format, norms, family, play, make_data, tmp_path
 ):
     run = play(method, family, make_data(family, (9, 8)), rounds=1)
@@ -94,7 +92,7 @@ def test_every_method_is_written_and_loaded(method, family, play, make_data, tmp
     torch.testing.assert_close(again(inputs), own.float()(inputs), rtol=0, atol=1e-6)
 
 
-def test_a_file_says_what_it_holds(family, play, make_data, tmp_path):
+def test_a_file_describes_its_content(family, play, make_data, tmp_path):
     run = play(FedRolex(), family, make_data(family, (9, 8)))
     run.export(tmp_path / "model.safetensors", fq.Budget(params=400), norms="batch")
     with safe_open(
@@ -129,8 +127,8 @@ def test_a_file_says_what_it_holds(family, play, make_data, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [fq.dual, fq.conditioned])
-def test_the_robustness_that_went_in_is_told(kind, make_data, tmp_path):
-    """Nobody can see it in the file: 0 is written where none was asked for, and that is said too."""
+def test_the_robustness_of_the_file_is_reported(kind, make_data, tmp_path):
+    """0 is used if no robustness was requested, and the result reports this default."""
     family = fq.trace(kind(net), torch.zeros(2, 1, 4, 4))
     run = fq.prepare(HeteroFL(), family, make_data(family, (9, 8)), fq.Fleet.of((1.0,), 2, 2))
     for asked, told in ((None, (0.0, True)), (0.0, (0.0, False)), (0.8, (0.8, False))):
@@ -146,7 +144,7 @@ def test_a_model_without_dual_norms_has_no_robustness(family, make_data, tmp_pat
     assert (found.robustness, found.robustness_by_default) == (None, False)
 
 
-def test_an_ensembles_nets_stand_side_by_side(family, play, make_data, tmp_path):
+def test_nets_of_an_ensemble_are_written_side_by_side(family, play, make_data, tmp_path):
     run = play(SplitMix(base=0.25), family, make_data(family, (9, 8)), rounds=1)
     run.export(tmp_path / "model.safetensors", HALF)
     again = fq.load_model(tmp_path / "model.safetensors", net)
@@ -169,7 +167,7 @@ def test_attention_and_tokens(name, format, make_data, tmp_path):
     assert run.export(tmp_path / f"model.{format}", HALF).max_difference < 1e-4
 
 
-def test_mistakes_come_before_the_work(family, play, make_data, tmp_path):
+def test_wrong_requests_are_refused_before_any_work(family, play, make_data, tmp_path):
     run = play(LocalOnly(), family, make_data(family, (9, 8)), rounds=1)
     there = tmp_path / "there.pt2"
     there.write_text("mine")
@@ -198,7 +196,7 @@ def test_mistakes_come_before_the_work(family, play, make_data, tmp_path):
     assert there.stat().st_size > 1000
 
 
-def test_without_onnx_the_command_that_brings_it_is_told(
+def test_without_onnx_the_error_says_how_to_install_it(
     family, play, make_data, tmp_path, monkeypatch
 ):
     run = play(HeteroFL(), family, make_data(family, (9, 8)), rounds=1)
@@ -207,18 +205,18 @@ def test_without_onnx_the_command_that_brings_it_is_told(
         run.export(tmp_path / "model.onnx", HALF)
 
 
-def test_other_answers_are_not_written(family, play, make_data, tmp_path, monkeypatch):
+def test_a_file_with_other_outputs_is_not_written(family, play, make_data, tmp_path, monkeypatch):
     run = play(HeteroFL(), family, make_data(family, (9, 8)), rounds=1)
     read = Pt2.read
     spoilt = {
-        "answers a batch of 2 otherwise than torch, by 0.5": lambda answer: (
+        "has other outputs than torch for a batch of 2, by 0.5": lambda answer: (
             lambda x: answer(x) + 0.5
         ),
-        r"answers a batch of 2 with \(2, 3\), and torch with \(2, 4\)": lambda answer: (
+        r"returns outputs for a batch of 2 of \(2, 3\), and torch with \(2, 4\)": lambda answer: (
             lambda x: answer(x)[:, :3]
         ),
         "failed on a batch of 2: ZeroDivisionError": lambda answer: lambda x: 1 / 0,
-        "otherwise than torch, by nan": lambda answer: lambda x: answer(x) * torch.nan,
+        "other outputs than torch .*, by nan": lambda forward: lambda x: forward(x) * torch.nan,
     }
     for told, spoil in spoilt.items():
         monkeypatch.setattr(
@@ -244,7 +242,7 @@ class Fickle(nn.Module):
         return self.last(x * float(x.sum()) if self.strange and not self.training else x)
 
 
-def test_what_torch_cannot_record_is_told(make_data, tmp_path):
+def test_modules_that_torch_cannot_export_are_reported(make_data, tmp_path):
     family = fq.trace(Fickle, torch.zeros(2, 4))
     family._module.strange = True
     run = fq.prepare(HeteroFL(), family, make_data(family, (4, 4)), fq.Fleet.of((1.0,), 2, 1))

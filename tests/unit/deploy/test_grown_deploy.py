@@ -1,4 +1,4 @@
-"""Models that are handed out while they grow, and afterwards."""
+"""Growing models that are deployed before and after they have grown."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_grown_model_is_the_users_own_module_without_heads():
 
 
 @pytest.mark.parametrize("kind", [Chain, Between])
-def test_a_model_that_grows_is_handed_out_with_its_temporary_head(kind):
+def test_a_growing_model_is_deployed_with_its_temporary_head(kind):
     run = grown(kind, 1)
     state = run.server.weights
     model = run.deploy(fq.Budget(share=1))
@@ -103,7 +103,7 @@ def test_a_chain_of_modules_is_recorded_and_other_stages_are_refused(tmp_path):
     assert grown(Between, 4).export(tmp_path / "whole.pt2", fq.Budget(share=1)).max_difference == 0
 
 
-def test_a_customisable_model_of_a_stage_has_its_shares():
+def test_a_customizable_model_of_a_stage_has_its_shares():
     run = grown(Chain, 1)
     model = run.customizable((1.0, 0.5))
     x = torch.randn(5, 6)

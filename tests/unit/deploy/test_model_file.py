@@ -1,4 +1,4 @@
-"""Model files from outside: a file that lacks something, or asks for too much, is refused in words."""
+"""Model files from outside: incomplete files, and files that are too large, are refused."""
 
 from __future__ import annotations
 

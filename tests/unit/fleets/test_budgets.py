@@ -9,7 +9,8 @@ import pytest
 import fedquilt as fq
 from fedquilt import fleets
 from fedquilt.errors import ConfigError
-from fedquilt.fleets.budgets import FLEETS, Budgets
+from fedquilt.fleets.budgets import Budgets
+from fedquilt.fleets.presets import FLEETS
 
 
 def dealt(budgets: Budgets, num_clients: int, seed: int = 0) -> list[fq.Budget]:
@@ -26,7 +27,7 @@ def shares(budgets: Budgets, num_clients: int, seed: int = 0) -> list[float]:
     "name", [name for name in FLEETS if name not in ("csv", "by_net", "given")]
 )
 @pytest.mark.parametrize("num_clients", [1, 3, 100])
-def test_every_preset_serves_any_number_of_clients_and_deals_the_same_again(name, num_clients):
+def test_every_preset_assigns_budgets_to_any_number_of_clients_repeatably(name, num_clients):
     preset = FLEETS[name]()
     assert dealt(preset, num_clients, 3) == dealt(preset, num_clients, 3)
     fleet = fq.Fleet.of(preset, num_clients, 1, seed=3)
@@ -34,7 +35,7 @@ def test_every_preset_serves_any_number_of_clients_and_deals_the_same_again(name
     assert preset == FLEETS[name]()  # values, as settings are
 
 
-def test_given_budgets_are_dealt_in_turn_or_in_portions():
+def test_listed_budgets_are_assigned_cyclically_or_in_portions():
     kinds = (fq.Budget(macs=9), fq.Budget(share=0.5))
     assert [budget.macs for budget in dealt(fleets.Given(kinds), 4)] == [9, None, 9, None]
     assert [budget.macs for budget in dealt(fleets.Given(kinds, (0.75, 0.25)), 4)] == [
@@ -135,7 +136,7 @@ def test_splitmix_log_normal_in_eight_bins():
 
 
 def test_splitmix_log_normal_concentrates_around_0_45():
-    """Appendix A.5 of the capacities themselves: in fine bins, their mean (cut off at 1) is 0.45."""
+    """Appendix A.5: in fine bins, the mean of the capacities (cut off at 1) is 0.45."""
     fine = shares(fleets.LogNormal(bins=1000), 20_000)
     assert sum(fine) / len(fine) == pytest.approx(0.45, abs=0.01)
 
@@ -209,7 +210,7 @@ def test_a_device_without_a_count_is_one(tmp_path):
     [
         (
             "name,share,link_speed\na,1,5\n",
-            "column 'link_speed' is not known; how fast links are is said by the settings",
+            "column 'link_speed' is not known; the settings' table link.clock",
         ),
         ("name,share,bandwidth\na,1,5\n", "settings' table link.clock"),
         (

@@ -1,4 +1,4 @@
-"""Who takes part: fleets, budgets and cohorts."""
+"""Fleets, budgets and cohorts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 import fedquilt as fq
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.fleets.availability import Diurnal, Trace
-from fedquilt.fleets.budgets import FIVE_SHARES, Income
 from fedquilt.fleets.fleet import Devices
+from fedquilt.fleets.presets import FIVE_SHARES, Income
 
 
 def shares(fleet: fq.Fleet) -> list[float]:
     return [fleet.budget(client, 0, 0).share for client in range(fleet.num_clients)]
 
 
-def test_shares_are_dealt_in_turn():
+def test_shares_are_assigned_cyclically():
     fleet = fq.Fleet.of((1.0, 0.5, 0.25), 7, 2)
     assert shares(fleet) == [1, 0.5, 0.25, 1, 0.5, 0.25, 1]
     assert fleet.num_clients == 7
@@ -26,7 +26,7 @@ def test_shares_are_dealt_in_turn():
     assert FIVE_SHARES == (1, 0.5, 0.25, 0.125, 0.0625)
 
 
-def test_budgets_of_any_kind_are_dealt_as_shares_are():
+def test_budgets_are_assigned_as_shares_are():
     small, large = fq.Budget(params=1e6), fq.Budget(memory=2e9, share=0.5)
     fleet = fq.Fleet.of([large, small, 1.0], 4, 1)
     assert fleet.kinds == (large, small, fq.Budget(share=1.0))
@@ -44,13 +44,13 @@ def test_portions_that_do_not_sum_to_1_are_pointed_out(portions, caplog):
 
 
 @pytest.mark.parametrize("portions", [{1.0: 0.3, 0.5: 0.7}, dict.fromkeys((1.0, 0.5, 0.25), 1 / 3)])
-def test_nothing_is_said_of_portions_that_sum_to_1(portions, caplog):
+def test_portions_that_sum_to_1_give_no_warning(portions, caplog):
     fq.Fleet.mixed(portions, 10)
     fq.Fleet.of(Income(), 10)
     assert not caplog.text
 
 
-def test_kinds_are_those_somebody_has_in_order_of_appearance_each_once():
+def test_kinds_are_used_budgets_in_order_of_appearance():
     assert [b.share for b in fq.Fleet.mixed({1.0: 0, 0.5: 0.3, 0.25: 0.7}, 10).kinds] == [0.5, 0.25]
     twice = fq.Fleet.of([0.5, 1.0, 0.5], 6, 1)
     assert [b.share for b in twice.kinds] == [0.5, 1.0]
@@ -68,7 +68,7 @@ def test_a_fleet_is_compact():
     )
 
 
-def test_the_cohort_is_a_tenth_unless_told():
+def test_the_cohort_is_a_tenth_by_default():
     assert fq.Fleet.of((1.0,), 100).cohort == 10
     assert fq.Fleet.of((1.0,), 3).cohort == 1
     assert fq.Fleet.of((1.0,), 100, 7).cohort == 7
@@ -179,7 +179,7 @@ def trace(folder, text: str, period: int = 0) -> Trace:
     return Trace(str(file), period)
 
 
-def test_only_those_who_are_there_take_part_all_of_them_if_they_are_few(tmp_path):
+def test_only_available_clients_take_part_and_all_of_them_if_they_are_few(tmp_path):
     stays = trace(tmp_path, "client,start,end\n3,0,2\n5,1,4\n7,1,4\n")
     fleet = fq.Fleet.of((1.0,), 10, 2, availability=stays)
     assert fleet.draw_cohort(0, 0) == [3]
@@ -188,7 +188,7 @@ def test_only_those_who_are_there_take_part_all_of_them_if_they_are_few(tmp_path
     assert {tuple(fleet.draw_cohort(1, seed)) for seed in range(40)} == {(3, 5), (3, 7), (5, 7)}
 
 
-def test_a_round_without_anybody_has_an_empty_cohort_and_a_trace_that_is_over_is_an_error(tmp_path):
+def test_a_round_without_clients_has_an_empty_cohort_and_a_finished_trace_is_an_error(tmp_path):
     fleet = fq.Fleet.of(
         (1.0,), 10, 2, availability=trace(tmp_path, "client,start,end\n3,1,2\n4,5,6\n")
     )
@@ -196,7 +196,7 @@ def test_a_round_without_anybody_has_an_empty_cohort_and_a_trace_that_is_over_is
     fleet.check(6)
     with pytest.raises(
         ConfigError,
-        match=r"7 rounds were asked for; in .*trace.csv nobody is there after 6 of them",
+        match=r"7 rounds were asked for; in .*trace.csv no client is available after 6 of them",
     ):
         fleet.check(7)
     fq.Fleet.of((1.0,), 10, 2).check(10**9)
@@ -232,7 +232,7 @@ def test_stays_that_overlap_count_a_client_once(tmp_path):
     assert fleet.presence.count(4) == 2
 
 
-def test_presences_are_told_apart_by_who_is_there(tmp_path):
+def test_fingerprints_differ_if_other_clients_are_available(tmp_path):
     def found(text, period=0):
         return trace(tmp_path, "client,start,end\n" + text, period).presence(10, 0).fingerprint
 
@@ -244,8 +244,13 @@ def test_presences_are_told_apart_by_who_is_there(tmp_path):
     assert patterns[0] == patterns[1] != patterns[2]
 
 
-def test_drawing_from_a_trace_is_what_listing_everybody_would_give(tmp_path):
-    """The index against the plain way: who is there in each round, by going through all stays."""
+def test_cohorts_of_earlier_releases_are_drawn():
+    presence = Diurnal(24, 8, 0.5).presence(1000, 0)
+    assert presence.draw(3, 8, 12345) == [185, 278, 573, 654, 733, 844, 914, 979]
+
+
+def test_all_clients_of_a_trace_that_are_available_are_drawn(tmp_path):
+    """Compare with the clients of each round found by a loop over all stays."""
     fleet = fq.Fleet.of((1.0,), 40, 40, availability=trace(tmp_path, stays := _random_stays()))
     rows = [tuple(map(int, row.split(","))) for row in stays.splitlines()[1:]]
     for round in range(max(end for _, _, end in rows)):
@@ -266,7 +271,7 @@ def _random_stays() -> str:
     return "\n".join(rows)
 
 
-def test_everybody_who_is_there_is_as_likely_to_take_part(tmp_path):
+def test_all_available_clients_are_equally_likely_to_take_part(tmp_path):
     rows = "".join(f"{client},{client % 3},9\n" for client in range(10))
     fleet = fq.Fleet.of((1.0,), 10, 3, availability=trace(tmp_path, "client,start,end\n" + rows))
     met = Counter(id for seed in range(1000) for id in fleet.draw_cohort(8, seed))
@@ -274,7 +279,7 @@ def test_everybody_who_is_there_is_as_likely_to_take_part(tmp_path):
     assert all(abs(count - 300) < 60 for count in met.values())
 
 
-def test_a_daily_pattern_has_everybody_awake_for_as_long_from_hours_of_their_own():
+def test_in_a_daily_pattern_all_clients_are_available_equally_long():
     fleet = fq.Fleet.of((1.0,), 300, 300, availability=Diurnal(period=24, awake=8), seed=1)
     awake = Counter()
     for round in range(24):
@@ -286,7 +291,7 @@ def test_a_daily_pattern_has_everybody_awake_for_as_long_from_hours_of_their_own
     assert len(awake) == 300
 
 
-def test_days_that_begin_together_leave_rounds_without_anybody():
+def test_days_that_begin_together_leave_rounds_without_clients():
     fleet = fq.Fleet.of((1.0,), 10, 3, availability=Diurnal(period=4, awake=2, spread=0))
     assert [len(fleet.draw_cohort(round, 0)) for round in range(8)] == [3, 3, 0, 0, 3, 3, 0, 0]
 
@@ -323,8 +328,8 @@ def test_a_trace_that_is_not_there_or_not_text_is_refused(tmp_path):
         fq.Fleet.of((1.0,), 10, 2, availability=Trace(str(tmp_path / "binary.csv")))
 
 
-def test_stays_beyond_the_period_and_patterns_without_anybody_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="lies within the period of 3"):
+def test_stays_beyond_the_period_and_empty_patterns_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="is within the period of 3"):
         fq.Fleet.of(
             (1.0,), 10, 2, availability=trace(tmp_path, "client,start,end\n1,2,4\n", period=3)
         )
@@ -348,8 +353,10 @@ def test_devices_are_a_fleet_as_settings():
     assert Devices().fleet(5).counts == {fq.Budget(share=share): 1 for share in FIVE_SHARES}
 
 
-def test_more_devices_than_the_data_is_dealt_to_are_refused():
-    with pytest.raises(ConfigError, match="10 clients were asked for; the data is dealt to 5"):
+def test_more_devices_than_parts_of_the_data_are_refused():
+    with pytest.raises(
+        ConfigError, match="10 clients were asked for; the data is partitioned among 5"
+    ):
         Devices(clients=10).fleet(5)
 
 
@@ -408,7 +415,7 @@ def test_a_fleet_has_a_whole_number_of_clients(count):
             made()
 
 
-def test_a_turn_counts_who_was_asked_before_and_not_who_might_have_been(tmp_path):
+def test_the_number_of_earlier_clients_counts_those_that_were_drawn(tmp_path):
     """Split-Mix's algorithm 2: the cycle that all share goes on by one a client."""
     file = tmp_path / "one-a-round.csv"
     file.write_text(

@@ -1,4 +1,4 @@
-"""What a round costs grows with its cohort, not with the population: counted, not timed."""
+"""The cost of a round grows with its cohort, not with the population. Lookups are counted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COHORT = ASKED = 5
 
 
 class Counted(Sequence[Any]):
-    """A sequence that knows who was looked up; whoever goes through all of it looks all of them up."""
+    """A sequence that records which clients were looked up. Iterating looks up all of them."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.values, self.touched = values, []
@@ -36,7 +36,7 @@ class Counted(Sequence[Any]):
 
 
 class CountedParts(Counted):
-    """The same for who holds what; `order` is everybody's samples at once."""
+    """The same for the parts of clients. `order` looks up all clients at once."""
 
     values: Parts
 
@@ -52,7 +52,7 @@ class CountedParts(Counted):
 def touches(
     method, family, make_data, engine: str, num_clients: int, available: Any = None
 ) -> Iterator[list[int]]:
-    """Who was looked up in each of three rounds, all evaluated, and who that may have been."""
+    """Yield the clients that were looked up in each of three rounds, all evaluated."""
     data = make_data(family, (2,) * num_clients, tests=num_clients)
     fleet = fq.Fleet.of((1.0, 0.5), num_clients, COHORT, availability=available)
     looks = fq.Evaluation(clients=ASKED)
@@ -71,7 +71,7 @@ def touches(
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("method", [FedAvg(), FedBN()], ids=lambda method: type(method).__name__)
 @pytest.mark.parametrize("available", [None, Diurnal()], ids=["always", "diurnal"])
-def test_a_round_looks_up_its_cohort_and_those_it_tests_and_nobody_else(
+def test_a_round_looks_up_its_cohort_and_evaluated_clients_alone(
     residual, make_data, engine, method, available
 ):
     for num_clients in (60, 600):
@@ -105,7 +105,7 @@ def test_calibration_takes_a_fixed_draw_of_very_many_samples(residual, make_data
 
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("name", CUTTING)
-def test_a_round_nobody_takes_part_in_changes_nothing_and_is_recorded(
+def test_a_round_without_clients_changes_nothing_and_is_recorded(
     perceptron, play, make_data, tmp_path, name, engine
 ):
     file = tmp_path / "trace.csv"
@@ -127,7 +127,7 @@ def test_a_round_nobody_takes_part_in_changes_nothing_and_is_recorded(
         None,
     )
     with pytest.raises(
-        ConfigError, match=r"4 rounds were asked for; in .* nobody is there after 3 of them"
+        ConfigError, match=r"4 rounds were asked for; in .* no client is available after 3 of them"
     ):
         run.train(4)
     assert len(run.records) == 2  # said before it begins, not days later

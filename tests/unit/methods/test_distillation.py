@@ -226,7 +226,7 @@ def numbers():
     family = fq.trace(
         lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), torch.zeros(2, 4)
     )
-    return family, pool.dealt(parts)
+    return family, pool.with_parts(parts)
 
 
 @pytest.mark.parametrize("kind", [DSFL, FedET])

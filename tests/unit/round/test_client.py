@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.data.federated import Scale
+from fedquilt.data.scale import Scale
 from fedquilt.engines import Sequential
 from fedquilt.errors import ConfigError
 from fedquilt.fleets.availability import Trace
-from fedquilt.fleets.budgets import Uniform
+from fedquilt.fleets.presets import Uniform
 from fedquilt.methods import FedRolex
 from fedquilt.round import run_round
 

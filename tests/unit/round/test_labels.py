@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 import fedquilt as fq
-from fedquilt.cli import main
-from fedquilt.cli.show import show_clients, show_result
+from fedquilt.cli.main import main
+from fedquilt.cli.results import show_clients, show_result
 from fedquilt.methods import FedAvg, HeteroFL
 from fedquilt.round.federation import World
 from fedquilt.round.labels import bounds_label, labels_by_share

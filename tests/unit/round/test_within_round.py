@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.engines import Vectorized
 from fedquilt.errors import ConfigError
 from fedquilt.family.cut import prefix

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.data import Parts
 from fedquilt.deploy.export import export_sizes
 from fedquilt.errors import ConfigError, RecordError

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedquilt.config.toml import assign
-from fedquilt.fleets.budgets import Uniform
 from fedquilt.fleets.fleet import Devices
+from fedquilt.fleets.presets import Uniform
 from fedquilt.methods import METHODS, HeteroFL
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.runs.demo import DEMO, demo

@@ -17,7 +17,7 @@ from torch import nn
 import fedquilt as fq
 from fedquilt.engines import Vectorized
 from fedquilt.fleets.availability import Diurnal
-from fedquilt.fleets.budgets import net_budgets
+from fedquilt.fleets.presets import net_budgets
 from fedquilt.models import MLP
 from fedquilt.runs.checkpoint import Checkpointing
 from fedquilt.runs.experiment import Experiment

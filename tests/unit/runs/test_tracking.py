@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import pytest
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.config.writing import write
 from fedquilt.errors import ConfigError
 from fedquilt.round import Grades, Record

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.methods import METHODS, FedAvg, HeteroFL
 from fedquilt.runs.data_settings import Source

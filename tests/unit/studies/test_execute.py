@@ -1,4 +1,4 @@
-"""Planned runs are read, resumed or begun, and end the same whichever it was."""
+"""Planned runs are read, resumed or begun, with the same result."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from fedquilt.runs.demo import demo
 from fedquilt.runs.experiment import Experiment
 from fedquilt.runs.lock import locked
 from fedquilt.studies import workers
+from fedquilt.studies.entries import Entry, PlannedRun
 from fedquilt.studies.execute import Grounds, execute, finished, torch_settings_restored
-from fedquilt.studies.plan import Entry, Plan, PlannedRun
+from fedquilt.studies.plan import Plan
 
 FAST = {"local": {"epochs": 1, "optimizer": {"lr": 1e30}}}
 
@@ -49,7 +50,7 @@ def test_runs_that_are_there_are_not_repeated(own, settings, counting):
     ]
 
 
-def test_an_interrupted_run_goes_on_to_the_same_result(own, settings, counting):
+def test_an_interrupted_run_resumes_to_the_same_result(own, settings, counting):
     runs = runs_of(settings(), settings("heterofl"))
     whole = execute(runs, None)
     for rounds in (1, 2):
@@ -63,7 +64,7 @@ def test_an_interrupted_run_goes_on_to_the_same_result(own, settings, counting):
 
 
 def test_searched_nets_are_shared_by_runs_that_search_for_the_same_limits(own):
-    """What limits bound decides the nets, so that a run with the account `pair` searches its own."""
+    """Nets depend on what limits bound, so that a run with the account `pair` searches its own."""
     grounds = Grounds()
     searched = [
         Experiment.of(assign(demo("rafl"), ["method"], {"name": "rafl", **options}))
@@ -75,7 +76,7 @@ def test_searched_nets_are_shared_by_runs_that_search_for_the_same_limits(own):
     assert private.family.variants != pair.family.variants
 
 
-def test_more_rounds_resume_what_is_there(own, settings, counting):
+def test_more_rounds_resume_finished_runs(own, settings, counting):
     execute(runs_of(settings(rounds=1)), own / "study")
     longer = runs_of(settings(rounds=3))
     assert finished(longer[0], own / "study" / longer[0].folder) is None
@@ -95,7 +96,7 @@ def test_more_rounds_resume_what_is_there(own, settings, counting):
     assert "rounds = 3" in (own / "study" / longer[0].folder / "config.toml").read_text()
 
 
-def test_a_run_with_more_rounds_behind_it_is_refused(own, settings):
+def test_a_run_that_has_more_rounds_already_is_refused(own, settings):
     execute(runs_of(settings(rounds=2)), own / "study")
     (run,) = runs_of(settings(rounds=1))
     (own / "study" / run.folder / "summary.json").unlink()
@@ -130,7 +131,7 @@ def test_a_run_that_diverges_counts_with_its_last_state_and_is_not_repeated(
     [TrainingError("a slot is missing"), RuntimeError("no idea"), RecordError("the disk is full")],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_that_is_no_divergence_is_raised_and_keeps_what_is_finished(
+def test_an_error_other_than_divergence_is_raised_and_finished_runs_stay(
     own, settings, counting, error
 ):
     runs = runs_of(settings(), settings("heterofl"))
@@ -279,7 +280,7 @@ def error_of(own, settings, count=2):
     return caught.value
 
 
-def test_what_a_process_prints_is_no_message(own, settings, worker):
+def test_output_that_a_process_prints_is_not_read_as_a_message(own, settings, worker):
     """Bytes that are no text, and text that is no JSON, neither stop the parent nor hide the
     status.
     """
@@ -293,7 +294,7 @@ def test_what_a_process_prints_is_no_message(own, settings, worker):
     )
 
 
-def test_a_process_that_was_killed_is_told_apart_from_a_mistake(own, settings, worker):
+def test_a_killed_process_is_distinguished_from_an_error(own, settings, worker):
     worker(
         "import os, sys\nprint('a warning', file=sys.stderr, flush=True)\nos.kill(os.getpid(), 9)"
     )

@@ -66,7 +66,7 @@ def test_a_net_without_convolutions_has_no_coverage(net, make_data):
         MEASURES["coverage"](prepared(HeteroFL(), net, make_data, (0.5,)), 2)
 
 
-def test_sizes_are_those_of_what_is_deployed_and_trained(net, make_data):
+def test_sizes_are_those_of_deployed_and_trained_models(net, make_data):
     found = MEASURES["sizes"](prepared(HeteroFL(), net, make_data, (1.0, 0.5)), 0)
     assert found["params"] == {"1.0": 75, "0.5": 39}
     assert found["macs"] == {"1.0": 64, "0.5": 32}
@@ -90,7 +90,7 @@ def test_a_mixture_has_the_sum_of_its_nets(net, make_data):
     assert found["clients"]["params"] == 3 * 21
 
 
-def test_costs_of_clients_and_what_domains_have_trained(net, make_data):
+def test_costs_of_clients_and_weights_trained_by_domains(net, make_data):
     """The client of share 1/2 has the first half of the hidden units, and so has its domain."""
     run = prepared(HeteroFL().with_local(masked="", batch_size=4), net, make_data, (1.0, 0.5))
     homes = torch.ones(len(run.data.targets), dtype=torch.int64)
@@ -127,7 +127,7 @@ def test_measures_of_a_model_that_grows(make_data):
 
 
 @pytest.mark.parametrize(("rounds", "stages"), [(2, 1), (3, 2), (6, 3)])
-def test_what_has_been_trained_of_a_model_that_grows(rounds, stages, make_data):
+def test_trained_weights_of_a_growing_model_are_counted(rounds, stages, make_data):
     """Blocks and heads of later stages have not been trained. Round 3 is a warm-up, which trains
     the new ones alone.
     """
@@ -144,7 +144,7 @@ def test_what_has_been_trained_of_a_model_that_grows(rounds, stages, make_data):
 
 
 def test_traffic_is_that_of_the_records(net, make_data):
-    """Two clients of 6 samples each get and send 75 parameters of 4 bytes, in each of three rounds."""
+    """Two clients of 6 samples get and send 75 parameters of 4 bytes, in each of three rounds."""
     run = prepared(FedAvg(), net, make_data, (1.0,))
     found = MEASURES["traffic"](run, 3)
     assert found == {
@@ -170,7 +170,7 @@ def test_traffic_of_pairs_is_that_of_the_knowledge_net(make_data):
     assert found["params"] == family.member(family.whole).count
 
 
-def test_traffic_refuses_what_travels_besides_weights(net, make_data):
+def test_traffic_refuses_methods_that_send_more_than_weights(net, make_data):
     with pytest.raises(ConfigError, match="whose clients send state besides weights"):
         MEASURES["traffic"](prepared(Scaffold(), net, make_data, (1.0,)), 1)
 

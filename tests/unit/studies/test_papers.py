@@ -15,7 +15,7 @@ import tomli_w
 
 from fedquilt.data import Labels
 from fedquilt.errors import ConfigError, DataError
-from fedquilt.fleets.budgets import TwoLevel, Uniform
+from fedquilt.fleets.presets import TwoLevel, Uniform
 from fedquilt.methods import FedAvg, FedRolex, HeteroFL
 from fedquilt.runs.experiment import Experiment
 from fedquilt.studies.measures import TRAINING
@@ -303,11 +303,11 @@ def test_a_file_may_be_an_option_of_the_source(make: Any, tmp_path: Path) -> Non
         ),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(make: Any, changes: dict[str, Any], told: str) -> None:
+def test_problems_of_a_file_are_reported(make: Any, changes: dict[str, Any], told: str) -> None:
     assert told in problems(make, **changes)
 
 
-def test_all_problems_are_told_at_once_and_each_once(make: Any) -> None:
+def test_all_problems_are_reported_at_once_and_each_once(make: Any) -> None:
     rows = [{"name": "a", "paper": [""], "parts": ["fife"]}, {"name": "a", "paper": ["", "x"]}]
     text = problems(make, rows=rows, measure="nothing")
     assert text.startswith("5 problems in ")
@@ -451,7 +451,7 @@ def test_figure_3_of_fedrolex() -> None:
         assert low["method"] == found[f"ρ = {rho / 10}, high heterogeneity"]["method"]
 
 
-def test_other_figures_and_tables_of_fedrolex_vary_what_they_are_about() -> None:
+def test_other_figures_and_tables_of_fedrolex_vary_their_subject() -> None:
     wide = experiment(rows("fedrolex/figure4")["Federated Dropout, γ = 8, low heterogeneity"])
     assert (wide.fleet.budgets, wide.data.partition, wide.rounds) == (
         Uniform((1 / 8,)),

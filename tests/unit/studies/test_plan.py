@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedquilt.errors import ConfigError
-from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, at_point, find_entry, folder_name
+from fedquilt.studies.entries import Entry, at_point, find_entry, folder_name
+from fedquilt.studies.plan import STUDY_FILE, Plan
 
 LR = "method.local.optimizer.lr"
 HERE = Path("folder")
@@ -270,7 +271,7 @@ def test_a_damaged_file_is_one_clear_error(old, new, said, tmp_path):
     assert str(tmp_path / STUDY_FILE) in str(caught.value)
 
 
-def test_a_folder_without_a_study_says_what_is_there(tmp_path):
+def test_an_error_for_a_folder_without_a_study_names_its_content(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no such folder\.$"):
         Plan.read(tmp_path / "absent")
     with pytest.raises(ConfigError, match=r"there is no study in it\.$"):
@@ -345,7 +346,7 @@ def test_more_of_the_same_is_accepted(plan):
         (replace(THERE, measure="sizes"), "measure is training there, sizes was asked for"),
     ],
 )
-def test_what_would_change_runs_that_are_there_is_refused(plan, said):
+def test_requests_that_would_change_existing_runs_are_refused(plan, said):
     with pytest.raises(ConfigError) as caught:
         plan.check_extends(THERE, HERE)
     assert said in str(caught.value)
@@ -360,7 +361,7 @@ def test_rounds_that_are_not_named_are_the_default():
         Plan((make_entry("a", rounds=19),)).check_extends(plain, HERE)
 
 
-def test_the_file_keeps_what_a_smaller_request_leaves_out():
+def test_the_file_keeps_entries_that_a_smaller_request_leaves_out():
     asked = Plan((make_entry("c"), make_entry("a", rounds=5)), (2, 1), validation=0.5)
     kept = asked.extending(THERE)
     assert [entry.name for entry in kept.entries] == ["a", "b", "c"]

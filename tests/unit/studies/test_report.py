@@ -11,7 +11,8 @@ import pytest
 
 from fedquilt.errors import ConfigError
 from fedquilt.studies.frames import frame, rounds, rows
-from fedquilt.studies.report import comparison, to_json
+from fedquilt.studies.plain_values import to_json
+from fedquilt.studies.report import comparison
 from fedquilt.studies.statistics import PERCENTAGES
 
 
@@ -54,7 +55,7 @@ def test_mean_deviation_and_costs_of_each_row(study):
     ]
 
 
-def test_one_note_says_what_was_marked(study):
+def test_one_note_names_the_marked_rows(study):
     (note,) = comparison(study)[0].notes
     assert note == (
         "a is marked as best because the mean paired difference of a to b, 10.00 points, is more "
@@ -71,7 +72,7 @@ def test_one_seed_has_no_deviation_and_no_mark(study):
     assert not any(cell.is_best for row in table.cells for cell in row)
 
 
-def test_reasons_that_are_equal_are_said_once(study):
+def test_equal_reasons_are_noted_once(study):
     """Shares 0.5 and 0.25 are ties; at share 1 row a is better. Labels name the shares."""
     shares = {"0.5": 0.3, "0.25": 0.2}
     runs = [
@@ -110,7 +111,7 @@ def test_a_figure_that_is_not_a_number_is_shown_and_never_marked(study, result):
     assert table.notes[0].startswith("Nothing is marked because a figure of a or b is not a finite")
 
 
-def test_notes_of_methods_are_said_once_a_row(study):
+def test_notes_of_methods_appear_once_per_row(study):
     runs = [*with_summary(study[:3], note="reads public data"), *study[3:]]
     assert [n for n in comparison(runs)[0].notes if "public" in n] == ["a: reads public data"]
 
@@ -218,7 +219,7 @@ def test_a_baseline_that_diverged_at_once_leaves_the_other_tables(study, result)
     assert "to_baseline" not in to_json(runs, baseline="dead")["entries"]["a"]
 
 
-def test_a_seed_that_the_baseline_lacks_is_said(study):
+def test_a_seed_that_the_baseline_lacks_is_noted(study):
     runs = [one for one in study if (one.entry, one.seed) != ("a", 2)]
     notes = comparison(runs, baseline="a")[3].notes
     assert notes[1] == "a has no run of seed 2; its mean best is used there."
@@ -238,7 +239,7 @@ def test_no_runs_cannot_be_compared():
         comparison([])
 
 
-def test_a_metric_nobody_recorded_lists_what_there_is(study):
+def test_the_error_for_an_unrecorded_metric_lists_recorded_ones(study):
     with pytest.raises(ConfigError, match=r"'f1' was asked for; no run has it\. Known: accuracy"):
         comparison(study, metric="f1")
 
@@ -293,7 +294,7 @@ def test_json_has_spreads_costs_and_verdicts(study):
     assert plain["verdicts"]["1.0"]["difference"] == pytest.approx(0.1)
 
 
-def test_a_plain_comparison_has_no_costs_that_nobody_asked_for(study):
+def test_a_plain_comparison_has_no_costs_unless_requested(study):
     plain = to_json(study)
     assert not {"target", "baseline"} & plain.keys()
     assert not {"to_target", "to_baseline"} & plain["entries"]["a"].keys()
@@ -341,7 +342,7 @@ def test_a_frame_has_the_rows(study):
 
 
 @pytest.mark.parametrize(("by_round", "function"), [(False, "rows"), (True, "rounds")])
-def test_without_pandas_an_error_says_what_to_do(study, monkeypatch, by_round, function):
+def test_without_pandas_the_error_says_how_to_install_it(study, monkeypatch, by_round, function):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ConfigError, match=rf"pip install pandas\. .*frames\.{function} returns"):
         frame(study, by_round)

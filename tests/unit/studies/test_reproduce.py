@@ -126,7 +126,7 @@ def test_every_run_is_stored_once(preset):
     assert again.folders == folders
 
 
-def test_a_study_that_is_stopped_has_stored_what_had_ended(preset):
+def test_a_stopped_study_has_stored_its_finished_runs(preset):
     class Stopped(Unwatched):
         def begin(self, planned, display):
             if planned.entry != "FedAvg":

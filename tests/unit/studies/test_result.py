@@ -64,7 +64,7 @@ def test_multiply_adds_are_those_of_all_rounds(record):
     assert Result("a", 0, {}).macs is None
 
 
-def test_a_run_that_diverged_says_when():
+def test_a_diverged_run_has_the_round_of_divergence():
     assert Result("a", 0, {"diverged": 7}).diverged == 7
     assert Result("a", 0, {}).diverged is None
 

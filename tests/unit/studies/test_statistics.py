@@ -129,7 +129,7 @@ def test_where_lower_is_better_the_lowest_mean_is_marked():
         ),
     ],
 )
-def test_nothing_is_marked_and_the_reason_is_said(rows, reason):
+def test_notes_give_the_reason_if_no_row_is_marked(rows, reason):
     verdict = best_entry(rows)
     assert (verdict.entry, verdict.reason) == (None, reason)
 

@@ -61,7 +61,7 @@ def test_files_are_named_without_their_folders(result, run_folder, target):
     assert config["model"] == {"name": "searched", "supernet": "tiny.safetensors"}
 
 
-def test_what_trained_nothing_has_no_rounds(result, run_folder, target):
+def test_measures_without_training_have_no_rounds(result, run_folder, target):
     store(replace(result("fedavg", 0, [0.5]), records=()), run_folder, target, {})
     assert not (target / "rounds.jsonl.gz").exists()
     assert read_stored(target).records == ()

@@ -14,7 +14,8 @@ from fedquilt.errors import ConfigError, RecordError, TrainingError
 from fedquilt.runs.experiment import Experiment
 from fedquilt.runs.lock import locked
 from fedquilt.studies import study as module
-from fedquilt.studies.plan import STUDY_FILE, Entry, Plan
+from fedquilt.studies.entries import Entry
+from fedquilt.studies.plan import STUDY_FILE, Plan
 from fedquilt.studies.study import Study, run_plan, study
 
 LR = "method.local.optimizer.lr"

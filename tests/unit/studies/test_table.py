@@ -55,7 +55,7 @@ def test_markdown_has_the_best_in_bold_type():
     assert Table("", ["a|b"], [["x*y*"]]).markdown.splitlines()[::2] == [r"| a\|b |", r"| x\*y\* |"]
 
 
-def test_latex_escapes_what_it_would_read_as_commands():
+def test_latex_escapes_special_characters():
     assert TABLE.latex.splitlines() == [
         r"\begin{table}",
         r"\centering",

@@ -1,4 +1,4 @@
-"""What a column of a table shows, read from text."""
+"""Columns of tables, which are described by text."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_numbers_of_a_run(run, text, number):
     assert Value.parse(text).of(run) == number
 
 
-def test_without_records_the_best_is_what_the_summary_says():
+def test_without_records_the_best_is_that_of_the_summary():
     early = Result("a", 0, {"best": {"accuracy": {"1.0": 0.7}}})
     assert Value.parse("best accuracy 1.0 %").of(early) == 0.7
     assert Value.parse("best accuracy 1.0 %").of(Result("a", 0, {})) is None

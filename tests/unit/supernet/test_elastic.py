@@ -127,7 +127,7 @@ def test_training_a_member_changes_no_statistics():
     assert any(not torch.equal(value, before[name]) for name, value in supernet.named_buffers())
 
 
-def test_gradients_reach_only_what_a_member_holds():
+def test_gradients_reach_only_weights_of_the_member():
     supernet = scrambled(TinySpace()).train()
     config = Config((1, 1), (2, 2, 2, 2), (3, 3, 3, 3))
     supernet(images(supernet.space), config).sum().backward()

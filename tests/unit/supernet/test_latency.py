@@ -11,10 +11,11 @@ import torch
 
 from fedquilt.errors import ConfigError
 from fedquilt.supernet import SPACES
+from fedquilt.supernet.genome import Genome
 from fedquilt.supernet.latency import LatencyTable, distinct_blocks, key, measure_blocks
 from fedquilt.supernet.limits import Limits
 from fedquilt.supernet.meter import Meter
-from fedquilt.supernet.search import Genome, Options, Search
+from fedquilt.supernet.search import Options, Search
 
 TINY = SPACES["tiny"]()
 

@@ -10,8 +10,8 @@ import torch
 from fedquilt.data import Pool
 from fedquilt.data.sources import diabetes, digits
 from fedquilt.errors import ConfigError, RecordError
-from fedquilt.fleets.budgets import FlopLimited
 from fedquilt.fleets.fleet import Fleet
+from fedquilt.fleets.presets import FlopLimited
 from fedquilt.supernet import ResNet50Space, Supernet, TinySpace, save_supernet
 from fedquilt.supernet.model import SearchedModel
 

@@ -10,11 +10,11 @@ from sklearn.linear_model import Ridge
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.supernet import SPACES
 from fedquilt.supernet.elastic import Supernet
+from fedquilt.supernet.images import SupernetData
 from fedquilt.supernet.meter import Meter
 from fedquilt.supernet.predictor import PENALTIES, Predictor, rank_correlation
 from fedquilt.supernet.scoring import Validation, features, fit_score
 from fedquilt.supernet.search import Search
-from fedquilt.supernet.training import SupernetData
 
 RANDOM = np.random.default_rng(0)
 FEATURES = RANDOM.normal(size=(60, 5)) * [1, 10, 0.1, 1, 1] + 3
@@ -71,7 +71,7 @@ def test_rank_correlation_by_hand() -> None:
     assert np.isnan(rank_correlation([1, 1], [1, 2]))
 
 
-def test_a_score_ranks_members_by_what_was_measured() -> None:
+def test_a_score_ranks_members_by_measured_accuracy() -> None:
     space = SPACES["tiny"]()
     meter = Meter(space)
     search = Search(meter)

@@ -19,10 +19,11 @@ import fedquilt as fq
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family.cost import TrainingStep, measure
 from fedquilt.supernet import SPACES, Config
+from fedquilt.supernet.genome import Genome
 from fedquilt.supernet.limits import Limits
 from fedquilt.supernet.meter import Meter
 from fedquilt.supernet.predictor import Floats
-from fedquilt.supernet.search import Genome, Options, Search
+from fedquilt.supernet.search import Options, Search
 
 QUICK = Options(population=8, generations=2)
 TINY = SPACES["tiny"]()

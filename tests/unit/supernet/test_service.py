@@ -1,4 +1,4 @@
-"""The service that answers a fleet's queries from a few members."""
+"""The service that gives the devices of a fleet a few different members."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_limits_that_no_member_uses_well_are_searched_once() -> None:
     assert service.num_searches == 1
 
 
-def test_a_device_below_all_members_is_told_the_smallest() -> None:
+def test_the_error_for_a_device_below_all_members_names_the_smallest() -> None:
     service = SearchService(SEARCH, num_members=1)
     service.prepare({Budget(macs=2e5): 1})
     name = service.members[0].name

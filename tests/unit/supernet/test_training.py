@@ -27,7 +27,8 @@ from fedquilt.supernet import (
     save_supernet,
     train_supernet,
 )
-from fedquilt.supernet.training import CHECKPOINT, Phase, _Trainer, phases
+from fedquilt.supernet.phases import Phase, phases
+from fedquilt.supernet.training import CHECKPOINT, _Trainer
 
 QUICK = SupernetTraining(epochs=1, phase_epochs=1, batch_size=16, calibration=16)
 
@@ -110,7 +111,7 @@ def test_phases_open_kernels_then_depths_then_expansions_then_widths():
     assert resnet == [("largest", 1), *steps]
 
 
-def test_a_phase_draws_only_from_what_is_open():
+def test_a_phase_draws_only_from_open_options():
     space = TinySpace()
     draw = torch.Generator().manual_seed(0)
     drawn = [Phase("depths", 2).sample(space, draw) for _ in range(50)]
@@ -122,8 +123,8 @@ def test_a_phase_draws_only_from_what_is_open():
     assert Phase("largest", 1).sample(space, draw) == space.largest
 
 
-def test_shrinking_never_changes_what_a_phase_froze():
-    """Transforms are frozen before the kernel phase; statistics and the teacher while nets shrink."""
+def test_shrinking_never_changes_frozen_weights():
+    """Transforms are frozen before the kernel phase, statistics and teacher while nets shrink."""
     run = trainer(replace(QUICK, weight_decay=0.1))
     run.supernet.train()
     started = state(run.supernet)

@@ -1,6 +1,4 @@
-"""Metrics: numbers worked out by hand or by scikit-learn, sums that add up, and the same sums under
-vmap.
-"""
+"""Metrics: numbers by hand or by scikit-learn, sums that add up, and equal sums under vmap."""
 
 from __future__ import annotations
 
@@ -22,16 +20,10 @@ from fedquilt.tasks import (
     SumMetric,
     hide_absent,
 )
-from fedquilt.tasks.metrics import (
-    AUROC,
-    F1,
-    R2,
-    Accuracy,
-    AveragePrecision,
-    MicroF1,
-    Perplexity,
-    TopK,
-)
+from fedquilt.tasks.metrics.classes import Accuracy, Perplexity, TopK
+from fedquilt.tasks.metrics.labels import F1, MicroF1
+from fedquilt.tasks.metrics.numbers import R2
+from fedquilt.tasks.metrics.ranking import AUROC, AveragePrecision
 
 GENERATOR = torch.Generator().manual_seed(1)
 LOGITS = torch.randn(40, 4, generator=GENERATOR)

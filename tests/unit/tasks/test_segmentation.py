@@ -1,4 +1,4 @@
-"""Segmentation: soft Dice and its gradient, Dice and IoU of masks, absent classes and empty masks."""
+"""Segmentation: soft Dice and its gradient, Dice and IoU, absent classes and empty masks."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_mask_in_which_nothing_counts_has_no_loss(kind):
     assert float(together) == pytest.approx(loss(task), abs=1e-15)
 
 
-def test_every_sample_counts_alike_whatever_its_size():
+def test_every_sample_has_the_same_weight_for_any_size():
     """With a pixel ignored the first image has one that counts, and weighs as much as the second
     with two.
     """
@@ -340,5 +340,5 @@ def test_an_ignored_label_above_all_classes_is_no_class():
     Segmentation(ignore=255).check(masks, (2, 3, 1, 3))
 
 
-def test_a_task_derived_from_it_is_tried_on_samples_without_foreground():
+def test_a_derived_task_is_tested_on_samples_without_foreground():
     check_task(Segmentation(metrics=("dice", "iou", "loss")), logits(PREDICTED[2:]), TRUE[2:])

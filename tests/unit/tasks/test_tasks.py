@@ -1,6 +1,4 @@
-"""Finding a task by name, by its file or from the data; what fits an output, and mistakes that are
-found early.
-"""
+"""Tasks by name, from a file or from the data, and mistakes that are found early."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ def test_a_task_is_found_from_targets_and_output(targets, shape, class_dim, task
 
 
 @pytest.mark.parametrize("targets", [YES_OR_NO.float(), YES_OR_NO[:, 0].float()])
-def test_where_two_tasks_fit_somebody_has_to_choose(targets):
+def test_where_two_tasks_fit_the_user_has_to_choose(targets):
     outputs = 2 if targets.dim() == 2 else 1
     message = "mine: MultiLabel and Regression both fit.*task=MultiLabel.*--task regression"
     with pytest.raises(ConfigError, match=message):
@@ -89,7 +87,7 @@ def test_where_two_tasks_fit_somebody_has_to_choose(targets):
         (CLASSES, (2,), r"the model's output has shape \(2,\); \(sample, outputs\) is needed"),
     ],
 )
-def test_where_no_task_fits_the_error_says_why(targets, shape, message):
+def test_where_no_task_fits_the_error_gives_the_reason(targets, shape, message):
     with pytest.raises(DataError, match=message):
         infer(targets, shape)
 
@@ -213,7 +211,7 @@ def test_a_task_has_a_name():
         find_task("regresion")
 
 
-def test_a_task_and_a_metric_of_ones_own_in_a_file(own):
+def test_a_task_and_a_metric_in_a_users_file(own):
     task = find_task(f"{own}:Tilted")
     outputs, targets = torch.tensor([[3.0], [1.0]]), torch.tensor([1.0, 2.0])
     assert task.mean_loss(outputs, targets) == 2.0
@@ -232,7 +230,7 @@ def test_a_task_and_a_metric_of_ones_own_in_a_file(own):
         ("Tilt", "Did you mean 'Tilted'"),
     ],
 )
-def test_what_is_no_task_is_refused(own, name, message):
+def test_other_objects_than_tasks_are_refused(own, name, message):
     with pytest.raises(ConfigError, match=message):
         find_task(f"{own}:{name}")
     if name != "Tilt":

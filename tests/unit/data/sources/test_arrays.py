@@ -1,4 +1,4 @@
-"""Arrays in .npz files: sizes are read from headers, and what is broken is named with its array."""
+"""Arrays in .npz files: sizes are read from headers, and broken arrays are reported by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def zipped(path: Path, **members: bytes) -> Path:
     return path
 
 
-def test_arrays_come_back_as_numpy_reads_them(tmp_path):
+def test_arrays_are_read_as_numpy_reads_them(tmp_path):
     arrays = {
         "numbers": np.arange(6, dtype=np.float32).reshape(2, 3),
         "columns": np.asfortranarray(np.arange(6).reshape(2, 3)),
@@ -184,7 +184,7 @@ def test_arrays_cannot_be_hidden_or_doubled(tmp_path):
         npz(str(path))
 
 
-def test_a_small_file_that_unpacks_to_much_is_refused_before_it_is(tmp_path, monkeypatch):
+def test_a_small_file_that_unpacks_to_a_large_one_is_refused_first(tmp_path, monkeypatch):
     np.savez_compressed(
         tmp_path / "x.npz", x_train=np.zeros((1000, 1000)), y_train=np.arange(1000) % 2
     )
@@ -232,7 +232,7 @@ def test_images_are_measured_by_their_headers(tmp_path, monkeypatch):
         open_image(large, max_bytes=6_399)
 
 
-def test_what_pillow_refuses_is_told(tmp_path, monkeypatch):
+def test_errors_of_pillow_are_reported(tmp_path, monkeypatch):
     file = picture(tmp_path / "x.png", (50, 50))
     whole = file.read_bytes()
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000)
@@ -298,7 +298,7 @@ def test_volumes_are_counted_while_they_are_read(tmp_path):
         ("x.txt", b" \n \n", "has no text in it"),
     ],
 )
-def test_broken_text_is_told_by_its_place(tmp_path, name, content, message):
+def test_broken_text_is_reported_with_its_position(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         text(str(tmp_path / name))
@@ -326,7 +326,7 @@ def test_text_larger_than_allowed_is_refused(tmp_path):
         ({"text": np.array([97, 98, 97, 255, 97], np.uint8)}, "line 1 of user '1' is not UTF-8"),
     ],
 )
-def test_broken_arrays_of_text_are_told_by_user(tmp_path, change, message):
+def test_broken_arrays_of_text_are_reported_with_their_user(tmp_path, change, message):
     arrays = {"text": np.frombuffer(b"one\ntwo\n", np.uint8), "start": np.array([0, 3]), **change}
     np.savez(
         tmp_path / "x.npz", **{name: array for name, array in arrays.items() if array is not None}

@@ -1,4 +1,4 @@
-"""Generated images: made from a seed, the same on every machine, with classes that can be learnt."""
+"""Generated images: made from a seed, equal on every machine, with classes that can be learnt."""
 
 from __future__ import annotations
 
@@ -76,6 +76,6 @@ def test_settings_ask_for_it():
         ({"domains": ("a", "a")}, "each name may be given once"),
     ],
 )
-def test_what_cannot_be_made(options, said):
+def test_impossible_requests_are_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         generated(**options)

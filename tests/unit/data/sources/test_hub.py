@@ -1,4 +1,4 @@
-"""The hub's own loaders, on local files: what is loaded is the same, only the network is left out."""
+"""The hub's own loaders on local files, without a network."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_columns_and_splits_that_are_not_there_are_refused(tmp_path, options, me
         hub("csv", files=table(tmp_path / "a.csv", ROWS), **options)
 
 
-def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path):
+def test_errors_of_loading_are_reported_in_one_line(tmp_path):
     with pytest.raises(
         DataError, match=r"csv could not be loaded by datasets\.load_dataset: FileNotFoundError"
     ):
@@ -159,7 +159,7 @@ def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path):
         source("hub:no/such")()
 
 
-def test_without_the_extra_it_is_said_what_to_install(monkeypatch):
+def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(
         ConfigError, match=r"needs datasets, which is not installed: pip install -e '\.\[hub\]'"

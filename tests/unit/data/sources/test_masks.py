@@ -191,7 +191,7 @@ def test_masks_are_partitioned_without_classes(tmp_path):
     for partition in (Dirichlet(), Labels()):
         with pytest.raises(
             DataError,
-            match=r"deals by class; .*shape \(4, 6\).*one class for each sample.*Iid, Quant",
+            match=r"partitions by class; .*shape \(4, 6\).*one class for each sample.*Iid, Quant",
         ):
             pool.partition(4, partition)
 

@@ -31,7 +31,7 @@ def test_a_volume_without_channels_gets_one(tmp_path):
     assert (pool.inputs.dtype, pool.num_classes, pool.has_masks) == (torch.uint8, 3, True)
     assert torch.equal(pool.samples(torch.arange(8)), pool.inputs.float() / 255)
     with pytest.raises(
-        DataError, match=r"Dirichlet deals by class; a target of volumes has shape \(4, 6, 5\)"
+        DataError, match=r"Dirichlet partitions by class; a target of volumes has shape \(4, 6, 5\)"
     ):
         pool.partition(4, Dirichlet())
 
@@ -56,7 +56,7 @@ def test_masks_say_where_channels_are(tmp_path, shape, channels, seen):
     assert pool.inputs.shape[1:] == pool.public.shape[1:] == seen
 
 
-def test_volumes_without_masks_may_be_said_to_have_no_channels(tmp_path):
+def test_volumes_without_masks_may_be_declared_to_have_no_channels(tmp_path):
     path = save(
         tmp_path / "x.npz",
         x=np.zeros((10, 4, 6, 5), np.uint8),
@@ -107,7 +107,7 @@ def test_statistics_are_those_of_the_true_part(tmp_path):
 def test_statistics_of_large_samples_are_summed_in_small_chunks(monkeypatch):
     inputs = torch.tensor(RNG.normal(3, 2, (6, 2, 5)))
     whole = padding.Scale.of(inputs, "channel")
-    monkeypatch.setattr("fedquilt.data.federated._CHUNK_VALUES", 20)
+    monkeypatch.setattr("fedquilt.data.scale._CHUNK_VALUES", 20)
     torch.testing.assert_close(padding.Scale.of(inputs, "channel").std, whole.std)
     torch.testing.assert_close(
         whole.mean.flatten().double(), inputs.mean((0, 2)), rtol=1e-6, atol=0
@@ -217,7 +217,7 @@ def test_masks_in_which_nothing_counts_are_refused(tmp_path):
 def test_the_classes_of_a_client_are_those_in_its_masks():
     x, y = torch.zeros(4, 1, 2, 2), torch.zeros(4, 2, 2, dtype=torch.int64)
     y[1, 0, 0], y[3, 1, 1], y[2] = 2, 1, -100
-    data = Pool.of((x, y), (x, y)).dealt([[0, 1], [2, 3]])
+    data = Pool.of((x, y), (x, y)).with_parts([[0, 1], [2, 3]])
     assert data.num_classes == 3
     assert [data.held(client, 3).tolist() for client in (0, 1)] == [
         [True, False, True],

@@ -95,7 +95,7 @@ def test_diabetes_is_a_regression_in_units_of_the_training_set():
     assert diabetes(public=0.5).public.shape == (177, 10)
     with pytest.raises(
         DataError,
-        match=r"Labels deals by class; a target of diabetes has shape \(\) and is float32",
+        match=r"Labels partitions by class; a target of diabetes has shape \(\) and is float32",
     ):
         pool.partition(4, Labels(2))
 
@@ -183,7 +183,7 @@ def test_some_domains_of_a_file(tmp_path):
         npz(path, domains=("night", "noon"))
     with pytest.raises(DataError, match="name each of them once"):
         npz(path, domains=("night", "night"))
-    with pytest.raises(DataError, match="domains day were asked for; mine is dealt already"):
+    with pytest.raises(DataError, match="domains day were asked for; mine is partitioned already"):
         whole.partition(3).with_domains(["day"])
     bare = save(tmp_path / "bare.npz", **arrays)
     with pytest.raises(
@@ -301,7 +301,7 @@ def test_broken_files_are_refused(tmp_path, content):
 # --- names --------------------------------------------------------------------------------------
 
 
-def test_names_that_stand_for_nothing_are_refused(tmp_path, monkeypatch):
+def test_unknown_names_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"no data set named 'digit'\. Did you mean 'digits'"):
         source("digit")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedquilt.data import Natural, source
-from fedquilt.data.sources.text import Texts, frequent, predict_words
+from fedquilt.data.sources.text import Texts, Tokens, frequent, predict_words
 from fedquilt.errors import ConfigError, DataError
 
 PAD, OOV, BOS, EOS, A, B = range(6)
@@ -18,7 +18,7 @@ _ = -100
 
 def test_every_position_predicts_the_next():
     train, test = Texts(["a b a", "a c"], None), Texts(["b"], None)
-    pool = predict_words(train, test, "two", vocabulary=2, length=5)
+    pool = predict_words(train, test, "two", Tokens(2, length=5))
     assert pool.class_names == ("<pad>", "<oov>", "<bos>", "<eos>", "a", "b")
     assert pool.num_classes == 6
     assert pool.inputs.tolist() == [[BOS, A, B, A, PAD], [BOS, A, OOV, PAD, PAD]]
@@ -29,30 +29,30 @@ def test_every_position_predicts_the_next():
 
 def test_long_texts_are_split_or_truncated():
     train, test = Texts(["a b a b"], ["x"]), Texts(["a"], ["x"])
-    split = predict_words(train, test, "long", 2, length=2)
+    split = predict_words(train, test, "long", Tokens(2, length=2))
     assert split.inputs.tolist() == [[BOS, A], [B, A], [B, PAD]]
     assert split.targets.tolist() == [[A, B], [A, B], [EOS, _]]
     assert split.clients.tolist() == [0, 0, 0]
-    whole = predict_words(train, test, "long", 2, length=2, long="truncate")
+    whole = predict_words(train, test, "long", Tokens(2, length=2, long="truncate"))
     assert (whole.inputs.tolist(), whole.targets.tolist()) == ([[BOS, A]], [[A, B]])
 
 
 def test_special_targets_may_be_left_out_of_the_count():
     texts = Texts(["a b c"], None)
-    pool = predict_words(texts, texts, "plain", vocabulary=2, length=4, count_special=False)
+    pool = predict_words(texts, texts, "plain", Tokens(2, length=4, count_special=False))
     assert pool.inputs.tolist() == [[BOS, A, B, OOV]]
     assert pool.targets.tolist() == pool.test_targets.tolist() == [[A, B, _, _]]
 
 
 def test_the_vocabulary_is_that_of_the_training_part_by_frequency_then_alphabet():
     assert frequent([["b", "a", "c"], ["c"]], 2) == ["c", "a"]
-    pool = predict_words(Texts(["b b a"], None), Texts(["z z z z"], None), "v", vocabulary=9)
+    pool = predict_words(Texts(["b b a"], None), Texts(["z z z z"], None), "v", Tokens(9))
     assert pool.class_names[4:] == ("b", "a")
 
 
-def test_words_keep_their_apostrophes_and_marks_stand_alone():
+def test_words_keep_their_apostrophes_and_marks_are_words():
     texts = Texts(["O'erflows the Measure: don't!"], None)
-    assert predict_words(texts, texts, "w", lower=False).class_names[4:] == (
+    assert predict_words(texts, texts, "w", Tokens(lower=False)).class_names[4:] == (
         "!",
         ":",
         "Measure",
@@ -139,7 +139,7 @@ def test_clients_hold_the_words_they_say():
         ("a.txt", "one\ntwo", "2 texts are too few to hold out a fifth"),
     ],
 )
-def test_what_is_no_text_is_refused(tmp_path, name, content, message):
+def test_other_files_than_text_are_refused(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message):
@@ -148,7 +148,7 @@ def test_what_is_no_text_is_refused(tmp_path, name, content, message):
 
 def test_impossible_options_are_refused():
     with pytest.raises(ConfigError, match="length = 0 was asked for"):
-        predict_words(Texts(["a"], None), Texts(["a"], None), "t", length=0)
+        predict_words(Texts(["a"], None), Texts(["a"], None), "t", Tokens(length=0))
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
@@ -158,7 +158,7 @@ def test_a_language_model_learns_it(engine):
 
     lines = Texts(["up down up down up down"] * 30, [str(n % 3) for n in range(30)])
     data = predict_words(
-        lines, Texts(lines.lines[:3], lines.users[:3]), "swing", length=8
+        lines, Texts(lines.lines[:3], lines.users[:3]), "swing", Tokens(length=8)
     ).partition(partition=Natural())
 
     def net() -> torch.nn.Module:

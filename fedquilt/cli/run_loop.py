@@ -14,7 +14,7 @@ from fedquilt.errors import ConfigError, RecordError
 from fedquilt.runs.summaries import in_percent, main_of, prefers_higher
 
 if TYPE_CHECKING:
-    from fedquilt.cli.show import Begin
+    from fedquilt.cli.progress import Begin
     from fedquilt.runs.experiment import Experiment
     from fedquilt.runs.folder import Folder
     from fedquilt.runs.milestones import Milestone
@@ -45,10 +45,10 @@ class Interrupted(KeyboardInterrupt):
 class RunLoop:
     """A run that is ready to begin or resume, or the summary of a finished run."""
 
-    experiment: Experiment
-    run: Run | None = None
-    folder: Folder | None = None
-    finished: dict[str, Any] | None = None
+    experiment: Experiment  # All settings.
+    run: Run | None = None  # Run to train. None: the run is finished.
+    folder: Folder | None = None  # Folder that the run writes to. None: nothing is kept.
+    finished: dict[str, Any] | None = None  # Summary of a finished run. None: it is not finished.
     rounds: Path | None = None  # Folder with the rounds of a finished run.
     damage: tuple[str, ...] = ()  # Problems of the files of a finished run.
     source: str = ""  # Source of the settings: a file, the demo or defaults.
@@ -99,7 +99,7 @@ class RunLoop:
         if self.folder is None:
             return f"{far} Nothing of it is kept; with --out DIR it could be resumed."
         return (
-            f"{far} Go on with: "
+            f"{far} Continue with: "
             f"{shlex.join(['fedquilt', 'run', '--resume', str(self.folder.path)])}"
         )
 
@@ -198,9 +198,8 @@ def values_of(experiment: Experiment, run: Run, seed: int | None) -> str:
     seed_text = "" if seed is None else f", seed {seed}"
     return (
         f"{optimizer}lr {local.optimizer.lr:g}{schedule}, {local.epochs} "
-        f"epoch{'s'[: local.epochs != 1]}, "
-        f"batch {local.batch_size}, {fleet.cohort} of {fleet.num_clients} clients, {budgets}, "
-        f"{rounds} round{'s'[: rounds != 1]}{seed_text}"
+        f"epoch{'s'[: local.epochs != 1]}, batch {local.batch_size}, {fleet.cohort} of "
+        f"{fleet.num_clients} clients, {budgets}, {rounds} round{'s'[: rounds != 1]}{seed_text}"
     )
 
 

@@ -1,0 +1,77 @@
+"""Phases of progressive shrinking, which open one kind of choice after the other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from fedquilt.supernet.space import Config, Space, SpaceChoice
+
+PHASE_KINDS = ("kernels", "depths", "expansions", "widths")  # Order in which choices are opened.
+# Members that are trained in each step, by phase.
+NETS_PER_STEP = {"largest": 1, "kernels": 1, "depths": 2, "expansions": 4, "widths": 4}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of progressive shrinking, which opens options of one kind of choice.
+
+    Choices of later kinds have their largest option. Kernel transforms are frozen before the kernel
+    phase. Norm statistics of the largest net are frozen in every shrinking phase, and measured
+    again after it.
+    """
+
+    kind: str  # Kind of choice that the phase opens, or "largest" before any is open.
+    num_options: int  # Number of open options of this kind, counted from the largest one.
+
+    @property
+    def name(self) -> str:
+        """Return a readable name, such as "depths (2 options)"."""
+        return self.kind if self.kind == "largest" else f"{self.kind} ({self.num_options} options)"
+
+    @property
+    def nets(self) -> int:
+        """Return the number of members that a step trains."""
+        return NETS_PER_STEP[self.kind]
+
+    @property
+    def trains_transforms(self) -> bool:
+        """Return True if kernel transforms are trained."""
+        return self.kind != "largest"
+
+    def options(self, choice: SpaceChoice) -> tuple[float, ...]:
+        """Return the open options of a choice, ascending."""
+        if self.kind == "largest":
+            return choice.options[-1:]
+        opens = PHASE_KINDS.index(choice.kind)
+        current = PHASE_KINDS.index(self.kind)
+        if opens < current:
+            return choice.options
+        return choice.options[-self.num_options :] if opens == current else choice.options[-1:]
+
+    def sample(self, space: Space, generator: torch.Generator) -> Config:
+        """Draw a member from the options that are open."""
+        draws = torch.rand(len(space.choices), generator=generator, dtype=torch.float64).tolist()
+        values = []
+        for choice, draw in zip(space.choices, draws, strict=True):
+            options = self.options(choice)
+            values.append(options[math.floor(draw * len(options))])
+        return space.unflat(values)
+
+
+def phases(space: Space) -> list[Phase]:
+    """List the phases of a space: the largest net, then one kind of choice after the other.
+
+    Kernels open at once. The other kinds open their two largest options first, then all.
+    """
+    phase_list = [Phase("largest", 1)]
+    for kind in PHASE_KINDS:
+        num_options = max(
+            (len(choice.options) for choice in space.choices if choice.kind == kind),
+            default=1,
+        )
+        steps = {num_options} if kind == "kernels" else {min(2, num_options), num_options}
+        phase_list += [Phase(kind, count) for count in sorted(steps) if count > 1]
+    return phase_list

@@ -1,0 +1,98 @@
+"""Base classes of metrics, and the arithmetic that several of them share."""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fedquilt.tasks.task import Task
+
+
+# Kinds of targets: one class each, 0 or 1 for each label, or real numbers.
+TargetKind = Literal["classes", "labels", "numbers"]
+_EVERY_KIND: tuple[TargetKind, ...] = get_args(TargetKind)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A measure of the quality of outputs. Subclass `SumMetric` or `CollectedMetric`.
+
+    Outputs have their classes, labels or columns in dimension 1: (sample, class, …).
+    """
+
+    higher_is_better: ClassVar[bool] = True  # False for errors and losses.
+    kinds: ClassVar[tuple[TargetKind, ...]] = _EVERY_KIND  # Kinds of targets that the metric reads.
+    of_predictions: ClassVar[bool] = False  # True if outputs of absent classes may be masked.
+    # True for a share of something, from 0 to 1, which tables show in percent.
+    is_rate: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """Return the key of the metric in records: the name of its class in snake case."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
+
+    @classmethod
+    def for_task(cls, task: Task) -> Self:
+        """Create the metric with settings of the task, such as the target that is ignored."""
+        return cls()
+
+    def unfit(self, output_shape: tuple[int, ...]) -> str:
+        """Return the reason why outputs of this shape cannot be measured, or an empty string."""
+        return ""
+
+
+class SumMetric(Metric, ABC):
+    """A metric that is computed from sums, which add over batches and devices."""
+
+    same_sums_as: str = ""  # Metric with equal sums, so that they are computed once. Empty: none.
+
+    @abstractmethod
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the sums of one batch.
+
+        The function must be pure, because it may be called under `vmap`. The shape of the sums must
+        not depend on the number of samples.
+
+        Args:
+            outputs: (sample, class, …), classes, labels or columns in dimension 1.
+            targets: (sample, …).
+        """
+
+    @abstractmethod
+    def value(self, total: Tensor) -> float:
+        """Return the metric from sums over all batches, or NaN if nothing was counted."""
+
+
+class CollectedMetric(Metric, ABC):
+    """A metric that needs the outputs of all samples at once.
+
+    It cannot be computed if outputs must not leave a device (`Task.refuse_collected`).
+    """
+
+    @abstractmethod
+    def value(self, outputs: Tensor, targets: Tensor) -> float:
+        """Return the metric of outputs (sample, class, …) and targets, NaN if it is undefined."""
+
+
+def are_columns(outputs: Tensor, targets: Tensor) -> bool:
+    """Return True if every output has its own target. False: one class for all outputs."""
+    return targets.dim() == outputs.dim() or outputs.shape[1] == 1
+
+
+def as_columns(values: Tensor) -> Tensor:
+    """Reshape (sample, column, …) to (position, column), and (sample,) to one column."""
+    if values.dim() == 1:
+        return values.unsqueeze(1)
+    return values.movedim(1, -1).reshape(-1, values.shape[1])
+
+
+def ratio(part: Tensor, whole: Tensor) -> float:
+    """Divide Python numbers, so that the ratio of counts is exact. Return NaN for 0 / 0."""
+    count = whole.item()
+    return part.item() / count if count else math.nan
