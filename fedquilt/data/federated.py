@@ -32,6 +32,10 @@ MAX_CLASSES = 2**20  # Limit on classes. Larger targets are taken for something 
 Normalise = Literal["auto", "channel", "none"]
 
 _ONE = "one array or tensor of all samples is wanted"
+_JOIN = (
+    "If there is one array for each client, join the arrays of all clients (numpy.concatenate), "
+    "and list each client's rows in `parts`."
+)
 _VALIDATION_SITE = 17  # Part of the key of the random numbers that choose validation samples.
 _CHUNK = 1024  # Samples that are converted to float64 at a time to measure statistics.
 _CHUNK_VALUES = 2**24  # Values converted at a time at most, for large images and volumes.
@@ -741,7 +745,10 @@ def _are_names(targets: Any) -> bool:
     """Return True if targets are text: an array, a list or a column of a table."""
     if isinstance(targets, Tensor):
         return False
-    array = np.asarray(targets)
+    try:
+        array = np.asarray(targets)
+    except ValueError:  # They have different lengths. `_targets` reports it.
+        return False
     return array.dtype.kind == "U" or _called(array)
 
 
@@ -775,12 +782,15 @@ def _inputs(given: Array, name: str) -> Tensor:
         given = given.astype(np.int64)  # torch supports few operations on other unsigned types.
     # Several inputs per sample are refused here, because torch might stack them.
     if isinstance(given, tuple) and any(isinstance(array, (Tensor, np.ndarray)) for array in given):
-        raise DataError(f"{name}: {len(given)} inputs a sample were given; {_ONE}.")
+        raise DataError(f"{name}: {len(given)} inputs a sample were given; {_ONE}. {_JOIN}")
     try:
+        if isinstance(given, list) and any(isinstance(array, np.ndarray) for array in given):
+            given = np.asarray(given)  # torch is slow with lists of arrays, and warns.
         inputs = torch.as_tensor(given).detach()  # Samples need no gradients.
     except (TypeError, ValueError, RuntimeError) as error:
+        remedy = f" {_JOIN}" if isinstance(given, list) else ""
         raise DataError(
-            f"{name}: inputs are a {type(given).__name__}; {_ONE} ({error})."
+            f"{name}: inputs are a {type(given).__name__}; {_ONE} ({error}).{remedy}"
         ) from error
     is_integer = not inputs.is_floating_point() and inputs.dtype != torch.uint8
     return inputs.long() if is_integer else inputs
@@ -788,7 +798,12 @@ def _inputs(given: Array, name: str) -> Tensor:
 
 def _targets(given: Array, what: str) -> Tensor:
     """Return classes as int64, rows of labels as bool, and real numbers as float32 or float64."""
-    given = given.numpy(force=True) if isinstance(given, Tensor) else np.asarray(given)
+    try:
+        given = given.numpy(force=True) if isinstance(given, Tensor) else np.asarray(given)
+    except ValueError as error:
+        raise DataError(
+            f"{what} are a {type(given).__name__} of different lengths; {_ONE}. {_JOIN}"
+        ) from error
     if given.dtype.kind == "f":
         floats = given if given.dtype == np.float64 else given.astype(np.float32)
         real = torch.as_tensor(floats)
