@@ -49,10 +49,10 @@ from fedquilt.round.link import CODECS, LOSSES, USUAL_CODEC, BaseCodec, Link, Lo
 from fedquilt.round.training.objectives import OBJECTIVES, Wrapping
 from fedquilt.runs.checkpoint import Checkpointing
 from fedquilt.runs.client_states import LIMIT
-from fedquilt.runs.folder import check_folder, load_state, newest, reopen
+from fedquilt.runs.folder import check_folder, check_plain, load_state, newest, reopen
 from fedquilt.runs.run import Run, prepare
 from fedquilt.runs.tracking import TRACKERS, Tracking
-from fedquilt.runs.trust import check_code, is_recorded
+from fedquilt.runs.trust import check_code, is_beside_records, is_recorded
 from fedquilt.storage.tensor_files import TensorFile, check_finite
 from fedquilt.tasks import TASKS, Task
 
@@ -975,6 +975,8 @@ def choose(settings: Settings, path: Sequence[str], name: Any) -> Settings:
         path: Keys of the table.
         name: New name.
     """
+    if not path:  # Settings as a whole have no name, so that reading them refuses it.
+        return assign(settings, ["name"], name)
     current: Any = settings
     for key in path:
         current = current.get(key, {}) if isinstance(current, Mapping) else {}
@@ -1053,6 +1055,8 @@ def read_settings(
         ConfigError: The file cannot be read, names code that is not in the list, or belongs to a
             run of a script whose settings could not be written.
     """
+    if recorded or is_beside_records(file):
+        check_plain(Path(file))
     settings = read_toml(file)
     if "python" in settings:
         raise ConfigError(

@@ -386,15 +386,27 @@ def check_folder(path: Path) -> None:
     """
     checkpoints = path / "checkpoint"
     names = [path / f"{name}{end}" for name in _FILES for end in ("", TEMPORARY)]
+    check_plain(checkpoints, path)
+    for file in (*names, *(checkpoints.iterdir() if checkpoints.is_dir() else ())):
+        check_plain(file, path)
+
+
+def check_plain(file: Path, folder: Path | None = None) -> None:
+    """Refuse a file of a run's folder that is a symbolic link or a special file.
+
+    Args:
+        file: Path of the file, which need not exist.
+        folder: Folder of the run, for the message. None: the one that the file is in.
+
+    Raises:
+        RecordError: It is such a file.
+    """
     try:
-        refuse_special(checkpoints)
-        for file in (*names, *(checkpoints.iterdir() if checkpoints.is_dir() else ())):
-            refuse_special(file)
+        refuse_special(file)
     except FileExistsError as error:
         raise RecordError(
-            f"the folder {path} was asked for; {why(error)}. Only plain files are used, so that "
-            "nothing outside of the "
-            "folder is read or changed."
+            f"the folder {folder or file.parent} was asked for; {why(error)}. Only plain files are "
+            "used, so that nothing outside of the folder is read or changed."
         ) from error
 
 
@@ -483,8 +495,10 @@ def _wrong_in(summary: Any, checks: Any) -> str:
     if any(isinstance(value, dict) and "summary.json" in value for value in summary.values()):
         return "its checksums are not under the key check"
     rounds = summary.get("rounds", 0)
-    if type(rounds) is not int:
+    if type(rounds) is not int or rounds < 0:
         return f"rounds = {rounds!r} was found; a whole number fits"
+    if problem := _wrong_best_round(summary.get("best", {"round": rounds}), rounds):
+        return problem
     labels = summary.get("labels", {})
     if not isinstance(labels, dict) or not all(isinstance(label, str) for label in labels.values()):
         return f"labels = {labels!r} was found; a name for each share fits"
@@ -495,6 +509,14 @@ def _wrong_in(summary: Any, checks: Any) -> str:
     if costs:
         return f"{costs[0]} = {summary[costs[0]]!r} was found; a number fits"
     return _wrong_figures(summary, labels) or _wrong_members(summary.get("members", {}), labels)
+
+
+def _wrong_best_round(best: Any, rounds: int) -> str:
+    """Return an error in the best round of a summary. Empty: there is none."""
+    round = best.get("round") if isinstance(best, dict) else None
+    if type(round) is int and 0 <= round <= rounds:
+        return ""
+    return f"best = {best!r} was found; a table with a round up to {rounds} fits"
 
 
 def _wrong_figures(summary: Mapping[str, Any], labels: Mapping[str, str]) -> str:
