@@ -22,6 +22,10 @@ Samples = tuple[Array, Array] | Dataset[Any]  # (inputs, targets), or a Dataset 
 IGNORED = -100  # Target of padding, which counts neither in the loss nor in the accuracy.
 MAX_CLASSES = 2**20  # Limit on classes. Larger targets are taken for something else than labels.
 _ONE = "one array or tensor of all samples is wanted"
+_JOIN = (
+    "If there is one array for each client, join the arrays of all clients (numpy.concatenate), "
+    "and list each client's rows in `parts`."
+)
 
 
 def read_samples(samples: Samples, name: str, set_name: str) -> tuple[Array, Array]:
@@ -78,7 +82,10 @@ def _are_names(targets: Any) -> bool:
     """Return True if targets are text: an array, a list or a column of a table."""
     if isinstance(targets, Tensor):
         return False
-    array = np.asarray(targets)
+    try:
+        array = np.asarray(targets)
+    except ValueError:  # They have different lengths. `target_tensor` reports it.
+        return False
     return array.dtype.kind == "U" or _holds_names(array)
 
 
@@ -131,12 +138,15 @@ def input_tensor(array: Array, name: str) -> Tensor:
         array = array.astype(np.int64)  # torch supports few operations on other unsigned types.
     # Several inputs per sample are refused here, because torch might stack them.
     if isinstance(array, tuple) and any(isinstance(part, (Tensor, np.ndarray)) for part in array):
-        raise DataError(f"{name}: {len(array)} inputs a sample were given; {_ONE}.")
+        raise DataError(f"{name}: {len(array)} inputs a sample were given; {_ONE}. {_JOIN}")
     try:
+        if isinstance(array, list) and any(isinstance(part, np.ndarray) for part in array):
+            array = np.asarray(array)  # torch is slow with lists of arrays, and warns.
         inputs = torch.as_tensor(array).detach()  # Samples need no gradients.
     except (TypeError, ValueError, RuntimeError) as error:
+        remedy = f" {_JOIN}" if isinstance(array, list) else ""
         raise DataError(
-            f"{name}: inputs are a {type(array).__name__}; {_ONE} ({error})."
+            f"{name}: inputs are a {type(array).__name__}; {_ONE} ({error}).{remedy}"
         ) from error
     is_integer = not inputs.is_floating_point() and inputs.dtype != torch.uint8
     return inputs.long() if is_integer else inputs
@@ -152,7 +162,12 @@ def target_tensor(array: Array, description: str) -> Tensor:
     Raises:
         DataError: Targets are neither numbers nor booleans, or are not finite.
     """
-    array = array.numpy(force=True) if isinstance(array, Tensor) else np.asarray(array)
+    try:
+        array = array.numpy(force=True) if isinstance(array, Tensor) else np.asarray(array)
+    except ValueError as error:
+        raise DataError(
+            f"{description} are a {type(array).__name__} of different lengths; {_ONE}. {_JOIN}"
+        ) from error
     if array.dtype.kind == "f":
         floats = array if array.dtype == np.float64 else array.astype(np.float32)
         real = torch.as_tensor(floats)

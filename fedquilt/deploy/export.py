@@ -255,7 +255,8 @@ def check_place(path: Path, force: bool) -> None:
         raise ConfigError(f"a model in {path} was asked for; what is there is no file.")
     if path.exists() and not force:
         raise ConfigError(
-            f"a model in {path} was asked for; it is there already. --force writes over it."
+            f"a model in {path} was asked for; it is there already. --force writes over it (in "
+            "Python: force=True)."
         )
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not os.access(folder, os.W_OK) or not folder.is_dir():

@@ -36,6 +36,10 @@ _ONEDNN_FAILED = (
     "could not execute a primitive",
     "could not create a memory object",
 )
+# Messages of the loader of shared libraries, and of CPython if an extension such as torch fails
+# without a reason. All were seen in runs whose address space was a few MB too small.
+_LOADING_FAILED = ("failed to map segment from shared object", "cannot allocate memory")
+_REASON_LOST = ("error return without exception set", "returned null without setting an exception")
 _ASKED_BYTES = re.compile(r"you tried to allocate (\d+) bytes")  # Text of torch's error on a CPU
 # Code in these folders is not the user's.
 _LIBRARIES = tuple(
@@ -55,6 +59,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         isinstance(error, OSError) and error.errno == errno.ENOMEM
     ):
         return True
+    if isinstance(error, (ImportError, SystemError)):
+        texts = _LOADING_FAILED if isinstance(error, ImportError) else _REASON_LOST
+        return any(text in str(error).lower() for text in texts)
     if not isinstance(error, RuntimeError):
         return False
     is_torch = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)

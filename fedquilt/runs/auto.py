@@ -29,10 +29,9 @@ _WORTH = 10  # Ray is tried if the run takes at least this many times `_START`.
 
 
 def quickest(experiment: Experiment, ground: Ground) -> Machine:
-    """Return the options of the engine that is fastest on this machine.
+    """Choose the fastest engine on this machine, by a short round with each.
 
-    A short round is timed with each engine. Command line and files use this for `engine.name =
-    "auto"`.
+    Command line and files use this for `engine.name = "auto"`.
 
     Args:
         experiment: Settings of the run. Device and threads that it names are kept.

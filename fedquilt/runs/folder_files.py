@@ -47,14 +47,27 @@ def check_folder(path: Path) -> None:
     """
     checkpoints = path / "checkpoint"
     names = [path / f"{name}{end}" for name in _FILES for end in ("", TEMPORARY)]
+    check_plain(checkpoints, path)
+    for file in (*names, *(checkpoints.iterdir() if checkpoints.is_dir() else ())):
+        check_plain(file, path)
+
+
+def check_plain(file: Path, folder: Path | None = None) -> None:
+    """Refuse a file of a run's folder that is a symbolic link or a special file.
+
+    Args:
+        file: Path of the file, which need not exist.
+        folder: Folder of the run, for the message. None: the one that the file is in.
+
+    Raises:
+        RecordError: It is such a file.
+    """
     try:
-        refuse_special(checkpoints)
-        for file in (*names, *(checkpoints.iterdir() if checkpoints.is_dir() else ())):
-            refuse_special(file)
+        refuse_special(file)
     except FileExistsError as error:
         raise RecordError(
-            f"the folder {path} was asked for; {why(error)}. Only plain files are used, so that "
-            "nothing outside of the folder is read or changed."
+            f"the folder {folder or file.parent} was asked for; {why(error)}. Only plain files are "
+            "used, so that nothing outside of the folder is read or changed."
         ) from error
 
 

@@ -22,6 +22,8 @@ def choose(settings: Settings, path: Sequence[str], name: Any) -> Settings:
         path: Keys of the table.
         name: New name.
     """
+    if not path:  # Settings as a whole have no name, so that reading them refuses it.
+        return assign(settings, ["name"], name)
     current: Any = settings
     for key in path:
         current = current.get(key, {}) if isinstance(current, Mapping) else {}

@@ -8,7 +8,8 @@ from typing import Any
 
 from fedquilt.config.toml import Settings, read_toml
 from fedquilt.errors import ConfigError
-from fedquilt.runs.trust import check_code, is_recorded
+from fedquilt.runs.folder_files import check_plain
+from fedquilt.runs.trust import check_code, is_beside_records, is_recorded
 
 
 def read_settings(
@@ -30,6 +31,8 @@ def read_settings(
         ConfigError: The file cannot be read, names code that is not in the list, or belongs to a
             run of a script whose settings could not be written.
     """
+    if recorded or is_beside_records(file):
+        check_plain(Path(file))
     settings = read_toml(file)
     if "python" in settings:
         raise ConfigError(

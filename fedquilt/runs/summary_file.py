@@ -79,8 +79,10 @@ def _problem_in(summary: Any, checks: Any) -> str:
     if any(isinstance(value, dict) and "summary.json" in value for value in summary.values()):
         return "its checksums are not under the key check"
     rounds = summary.get("rounds", 0)
-    if type(rounds) is not int:
+    if type(rounds) is not int or rounds < 0:
         return f"rounds = {rounds!r} was found; a whole number fits"
+    if problem := _problem_in_best_round(summary.get("best", {"round": rounds}), rounds):
+        return problem
     labels = summary.get("labels", {})
     if not isinstance(labels, dict) or not all(isinstance(label, str) for label in labels.values()):
         return f"labels = {labels!r} was found; a name for each share fits"
@@ -93,6 +95,14 @@ def _problem_in(summary: Any, checks: Any) -> str:
     return _problem_in_figures(summary, labels) or _problem_in_members(
         summary.get("members", {}), labels
     )
+
+
+def _problem_in_best_round(best: Any, rounds: int) -> str:
+    """Return an error in the best round of a summary. Empty: there is none."""
+    round = best.get("round") if isinstance(best, dict) else None
+    if type(round) is int and 0 <= round <= rounds:
+        return ""
+    return f"best = {best!r} was found; a table with a round up to {rounds} fits"
 
 
 def _problem_in_figures(summary: Mapping[str, Any], labels: Mapping[str, str]) -> str:

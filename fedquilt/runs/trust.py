@@ -91,8 +91,13 @@ def is_recorded(file: str | Path) -> bool:
 
     Somebody else may have written such a file.
     """
-    folders = {Path(os.path.abspath(file)).parent, Path(os.path.realpath(file)).parent}
-    return any(os.path.lexists(folder / name) for folder in folders for name in _RECORDS)
+    return is_beside_records(file) or is_beside_records(os.path.realpath(file))
+
+
+def is_beside_records(file: str | Path) -> bool:
+    """Return True if the folder of a file has files of a run or a study."""
+    folder = Path(os.path.abspath(file)).parent
+    return any(os.path.lexists(folder / name) for name in _RECORDS)
 
 
 def check_code(settings: Mapping[str, Mapping[str, Any]], trust: bool = False) -> None:

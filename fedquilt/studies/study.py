@@ -296,8 +296,10 @@ def _write_choice(entry: Entry, chosen: Point, trials: Sequence[Trial], folder: 
 def _read_choice(file: Path) -> Point:
     try:
         point: Point = json.loads(file.read_text())["chosen"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise RecordError(f"{file} is damaged: {error}.") from error
+    if not isinstance(point, dict):
+        raise RecordError(f"{file} is damaged: chosen is {str(point)[:40]!r}, and a table fits.")
     return point
 
 

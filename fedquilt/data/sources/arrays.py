@@ -91,6 +91,8 @@ def _name(member: zipfile.ZipInfo) -> str:
 @contextmanager
 def _opened(path: str | Path) -> Iterator[zipfile.ZipFile]:
     """Open a zip file whose directory lists every array once."""
+    if Path(path).exists() and not Path(path).is_file():  # Reading a FIFO would wait forever.
+        raise DataError(f"{path} cannot be read as an .npz file: it is no plain file.")
     try:
         archive = zipfile.ZipFile(path)
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:

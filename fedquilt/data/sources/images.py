@@ -180,6 +180,8 @@ def _header_of(file: Path) -> Image:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        if not file.is_file():  # Reading a FIFO would wait forever.
+            raise DataError(f"{file} cannot be read as an image: it is no plain file.")
         return Image.open(file)
 
 
