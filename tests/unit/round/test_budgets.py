@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fedquilt as fq
+from fedquilt.family.fitting import Fitter
 from fedquilt.errors import BudgetError, SubmodelError
 from fedquilt.family.cut import prefix
 from fedquilt.methods import (
@@ -332,9 +333,9 @@ def test_every_net_may_have_the_least_width_of_an_axis():
 
 def test_a_plan_is_compared_once_for_each_budget(perceptron, make_data, monkeypatch):
     compared = []
-    original = fq.Family._widths_over
+    original = Fitter._widths_over
     monkeypatch.setattr(
-        fq.Family, "_widths_over", lambda *args: compared.append(args) or original(*args)
+        Fitter, "_widths_over", lambda *args: compared.append(args) or original(*args)
     )
     family = fq.trace(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), torch.zeros(2, 4))
     fleet = fq.Fleet.of([1.0, 0.5], 40, 40)
