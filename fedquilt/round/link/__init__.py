@@ -1,28 +1,28 @@
 """Simulated links between server and clients: losses, coding, bytes and time.
 
 A link has three optional parts: a loss (`columns.py`, `wireless.py`), a codec (`codec.py`,
-`coding.py`), and a clock (`clock.py`). Any method runs over any link, on every engine.
+`coding.py`), and a clock (`clock.py`). `packing.py` turns payloads into packets, which travel, and
+back. Any method runs over any link, on every engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from fedquilt.checks import refuse
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
 from fedquilt.round.link.clock import Clock
 from fedquilt.round.link.codec import BaseCodec, ChangeSpec, Codec, Keys
-from fedquilt.round.link.coding import NOTHING, check_codec, code
+from fedquilt.round.link.coding import NOTHING, check_codec
 from fedquilt.round.link.columns import ColumnLoss, Loss
+from fedquilt.round.link.packing import Outline, Packet, Unpacked, pack, part, unpack
 from fedquilt.round.link.trip import Arrival, Transmission
 from fedquilt.round.link.wireless import Wireless
-from fedquilt.tensors import Flat
 from fedquilt.terms import Payload, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -106,9 +106,9 @@ class Link:
 
     def check(self, num_clients: int) -> None:
         """Refuse per-client values whose number does not fit the number of clients."""
-        for part in (self.loss, self.clock):
-            if part is not None:
-                part.check(num_clients)
+        for setting in (self.loss, self.clock):
+            if setting is not None:
+                setting.check(num_clients)
 
     def check_codec(self, world: World, device: torch.device) -> None:
         """Refuse a codec that does not decode what it encoded, on the dtype and device of a run."""
@@ -123,7 +123,7 @@ class Link:
         return self.loss.reach(submodel, trip) if self.loss is not None and self.lossy else submodel
 
     def down(self, payload: Payload, trip: Transmission, known: Weights = NOTHING) -> Arrival:
-        """Send a payload to a client, and return what arrives.
+        """Send a payload to a client of a simulation, and return what arrives.
 
         Args:
             payload: What the server sends.
@@ -131,8 +131,7 @@ class Link:
             known: Weights that both sides know the client received before. Changes from them are
                 coded.
         """
-        codec = self.coder if self.coder and self.coder.down else None
-        return self._carry(payload, trip, codec, known, NOTHING)
+        return self._carry(payload, trip, known, NOTHING)
 
     def up(
         self,
@@ -141,7 +140,7 @@ class Link:
         known: Weights = NOTHING,
         residual: Weights = NOTHING,
     ) -> Arrival:
-        """Send a payload to the server, and return what arrives.
+        """Send a payload of a simulated client to the server, and return what arrives.
 
         Args:
             payload: What the client sends.
@@ -149,116 +148,75 @@ class Link:
             known: Weights that both sides know the client received. Changes from them are coded.
             residual: Error of earlier coding, which is added to the change.
         """
-        return self._carry(payload, trip, self.coder, known, residual)
+        return self._carry(payload, trip, known, residual)
 
     def _carry(
+        self, payload: Payload, trip: Transmission, known: Weights, residual: Weights
+    ) -> Arrival:
+        packet = self.pack(payload, trip, known, residual)
+        if packet is None:
+            return Arrival(None, 0)
+        if not packet.messages:
+            return Arrival(packet.plain, packet.bytes)
+        unpacked = self.unpack(packet, Outline.of(payload), trip, known)
+        return Arrival(unpacked.payload, packet.bytes, self.error(packet, unpacked, payload, trip))
+
+    def pack(
         self,
         payload: Payload,
         trip: Transmission,
-        codec: BaseCodec | None,
-        known: Weights,
-        residual: Weights,
-    ) -> Arrival:
+        known: Weights = NOTHING,
+        residual: Weights = NOTHING,
+    ) -> Packet | None:
+        """Return a payload as it travels, or None if all of it gets lost.
+
+        The sender simulates losses, so that a packet has only values that arrive.
+
+        Args:
+            payload: What is sent.
+            trip: Client, round and direction.
+            known: Weights that both sides know the client received. Changes from them are coded.
+            residual: Error of earlier coding, which is added to the change of an upload.
+        """
         sends = payload.weights or payload.extras
         reach = self.reach(payload.submodel, trip) if sends else payload.submodel
         if reach is None:
-            return Arrival(None, 0)
-        changes = {name: value for name, value in payload.weights.items() if name in known}
-        if codec is None or not (changes or payload.slots or payload.coded_extras):
-            arrived = _part(payload, reach, trip)
-            return Arrival(arrived, arrived.bytes)
+            return None
+        return pack(self._codec(trip), payload, reach, trip, known, residual)
 
-        sent = 0
-        error = None
-        decoded = payload
-        if changes:
-            arrives = _arriving(payload, changes, reach, trip)
-            coded = code(codec, changes, trip.codec_keys(), known, residual, arrives)
-            decoded = replace(payload, weights={**payload.weights, **coded.tensors})
-            sent += coded.bytes
-            if coded.error is not None:
-                error = _part(Payload(payload.submodel, coded.error), reach, trip).weights
-        decoded, state_bytes = _code_state(codec, decoded, reach, trip)
-        arrived = _part(decoded, reach, trip)
-        plain = [value for name, value in arrived.weights.items() if name not in changes]
-        plain += [
-            value for name, value in arrived.extras.items() if name not in payload.coded_extras
-        ]
-        return Arrival(arrived, sent + state_bytes + sum(value.nbytes for value in plain), error)
+    def unpack(
+        self, packet: Packet, outline: Outline, trip: Transmission, known: Weights = NOTHING
+    ) -> Unpacked:
+        """Return the payload that a packet has.
 
+        Args:
+            packet: What arrived.
+            outline: Names, positions and types of what was sent, which the job determines.
+            trip: Client, round and direction.
+            known: Weights that both sides know the client received, the same as in `pack`.
+        """
+        return unpack(self._codec(trip), packet, outline, trip, known)
 
-def _code_state(
-    codec: BaseCodec, payload: Payload, reach: Submodel, trip: Transmission
-) -> tuple[Payload, int]:
-    """Code a payload's slots and the extras that are to be coded, each as a message of its own.
+    def error(
+        self, packet: Packet, unpacked: Unpacked, payload: Payload, trip: Transmission
+    ) -> Weights | None:
+        """Return the error of coding at the values that arrived. None: there is no error feedback.
 
-    They are coded against zero and without error feedback. Feedback repairs a change that the next
-    change adds to, but a slot is a value of this round. So a codec that sends some values has to
-    scale them up here.
+        Args:
+            packet: What the sender packed.
+            unpacked: What the receiver makes of it.
+            payload: What was sent.
+            trip: Client, round and direction.
+        """
+        codec = self._codec(trip)
+        if codec is None or not codec.feedback or packet.change is None or unpacked.change is None:
+            return None
+        lost = packet.change.same(packet.change.vector - unpacked.change).parts
+        return part(Payload(payload.submodel, lost), unpacked.payload.submodel, trip).weights
 
-    Returns:
-        The payload as it is decoded, and the bytes of the messages.
-    """
-    codec = _without_feedback(codec)
-    slots = dict(payload.slots)
-    extras = dict(payload.extras)
-    total = 0
-    message = 0  # Number of the message. The weights have message 0.
-    for slot, values in sorted(payload.slots.items()):
-        message += 1
-        if values:
-            arrives = _arriving(payload, values, reach, trip)
-            coded = code(codec, values, trip.codec_keys(message), arrives=arrives)
-            slots[slot] = coded.tensors
-            total += coded.bytes
-    for name in sorted(payload.coded_extras):
-        message += 1
-        if name in extras:
-            coded = code(codec, {name: extras[name]}, trip.codec_keys(message))
-            extras |= coded.tensors
-            total += coded.bytes
-    return replace(payload, slots=slots, extras=extras), total
-
-
-def _without_feedback(codec: BaseCodec) -> BaseCodec:
-    changes: dict[str, Any] = {
-        setting.name: False for setting in fields(codec) if setting.name == "feedback"
-    }
-    return replace(codec, **changes)
-
-
-def _part(payload: Payload, reach: Submodel, trip: Transmission) -> Payload:
-    """Return the part of a payload that arrived. Extras always arrive completely."""
-    if reach is payload.submodel:
-        return payload
-    narrow, sent_index = trip.world.family.cutter.narrow, payload.submodel.held
-    slots = {slot: narrow(values, sent_index, reach.held) for slot, values in payload.slots.items()}
-    return replace(
-        payload,
-        submodel=reach,
-        weights=narrow(payload.weights, sent_index, reach.held),
-        slots=slots,
-    )
-
-
-def _arriving(
-    payload: Payload, weights: Weights, reach: Submodel, trip: Transmission
-) -> dict[str, Tensor] | None:
-    """Return boolean tensors that are True at the values that arrive. None: all values arrive.
-
-    `weights` are some of the payload's tensors.
-    """
-    if reach is payload.submodel:
-        return None
-    device = next(iter(weights.values())).device
-    count = sum(value.numel() for value in weights.values())
-    shapes = {name: value.shape for name, value in weights.items()}
-    numbered = Flat(torch.arange(count, device=device), shapes)
-    arrived_rows = Flat.of(
-        _part(Payload(payload.submodel, numbered.parts), reach, trip).weights
-    ).vector
-    mask = torch.zeros(count, dtype=torch.bool, device=device).index_fill_(0, arrived_rows, True)
-    return numbered.same(mask).parts
+    def _codec(self, trip: Transmission) -> BaseCodec | None:
+        """Return the codec of a direction, or None if nothing is coded in it."""
+        return self.coder if self.coder and (trip.up or self.coder.down) else None
 
 
 LOSSES: dict[str, type[Loss]] = {"columns": ColumnLoss, "wireless": Wireless}
@@ -298,6 +256,9 @@ __all__ = [
     "Keys",
     "Link",
     "Loss",
+    "Outline",
+    "Packet",
     "Transmission",
+    "Unpacked",
     "Wireless",
 ]
