@@ -105,7 +105,7 @@ def receive(
     member, cutter, index = family.member(submodel), family.cutter, submodel.held
     names, shared = learner.names(member), learner.received(member)
     with blamed(job, "receiving"):
-        reference = _known(federation, job, shared, memory, initial) if link.tracks else {}
+        reference = known_weights(federation, job, shared, memory, initial) if link.tracks else {}
         arrival = link.down(
             replace(payload, first={}), Transmission(federation.world, job), reference
         )
@@ -119,13 +119,7 @@ def receive(
             state |= payload.first
             if arrived:
                 state = cutter.overlay(state, index, arrived.weights, arrived.submodel.held)
-        if arrived and link.coder:
-            coded = {name: arrived.weights[name] for name in _coded(member, shared)}
-            reference = (
-                cutter.overlay(reference, index, coded, arrived.submodel.held)
-                if reference
-                else coded
-            )
+        reference = known_after(federation, job, shared, arrived, reference)
         slots = None
         if memory and learner.keep_slots:
             slots = learner.start_slots(state, member)
@@ -141,6 +135,33 @@ def receive(
     steps = memory.steps if memory and learner.keep_slots else 0
     first = payload.first_bytes
     return Start(state, slots, steps, arrival.bytes + first, reference, state_slots, extras, first)
+
+
+def known_after(
+    federation: Federation,
+    job: Job,
+    names: Sequence[str],
+    arrived: Payload | None,
+    known: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    """Return the weights that both sides know the client received, after a download.
+
+    They are empty if no codec needs them.
+
+    Args:
+        federation: World, method and link.
+        job: What the client is asked to train.
+        names: Weights that the client receives.
+        arrived: What arrived. None: nothing.
+        known: The weights before the download (`known_weights`).
+    """
+    if arrived is None or federation.link.coder is None:
+        return known
+    family = federation.world.family
+    coded = {name: arrived.weights[name] for name in _coded(family.member(job.submodel), names)}
+    if not known:
+        return coded
+    return family.cutter.overlay(known, job.submodel.held, coded, arrived.submodel.held)
 
 
 def first_names(
@@ -349,7 +370,7 @@ def remember(
     new = ClientState(job.submodel, weights, all_slots, counted, job.round, left.kept_extras)
     if memory is None or not (weights or all_slots) or _covers(new, memory):
         return new
-    return _joined(federation, memory, new, initial)
+    return joined_states(federation, memory, new, initial)
 
 
 def _covers(new: ClientState, old: ClientState) -> bool:
@@ -579,7 +600,7 @@ def _coded(member: Member, names: Sequence[str]) -> list[str]:
     return [name for name in names if name in trainable]
 
 
-def _known(
+def known_weights(
     federation: Federation,
     job: Job,
     names: Sequence[str],
@@ -607,7 +628,7 @@ def _recalled(
     return recalled
 
 
-def _joined(
+def joined_states(
     federation: Federation, old: ClientState, new: ClientState, initial: Weights
 ) -> ClientState:
     """Join two memories by global position. Where they overlap, the new one replaces the old."""

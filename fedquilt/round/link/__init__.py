@@ -182,7 +182,7 @@ class Link:
         reach = self.reach(payload.submodel, trip) if sends else payload.submodel
         if reach is None:
             return None
-        return pack(self._codec(trip), payload, reach, trip, known, residual)
+        return pack(self.codec_of(trip), payload, reach, trip, known, residual)
 
     def unpack(
         self, packet: Packet, outline: Outline, trip: Transmission, known: Weights = NOTHING
@@ -195,7 +195,7 @@ class Link:
             trip: Client, round and direction.
             known: Weights that both sides know the client received, the same as in `pack`.
         """
-        return unpack(self._codec(trip), packet, outline, trip, known)
+        return unpack(self.codec_of(trip), packet, outline, trip, known)
 
     def error(
         self, packet: Packet, unpacked: Unpacked, payload: Payload, trip: Transmission
@@ -208,13 +208,13 @@ class Link:
             payload: What was sent.
             trip: Client, round and direction.
         """
-        codec = self._codec(trip)
+        codec = self.codec_of(trip)
         if codec is None or not codec.feedback or packet.change is None or unpacked.change is None:
             return None
         lost = packet.change.same(packet.change.vector - unpacked.change).parts
         return part(Payload(payload.submodel, lost), unpacked.payload.submodel, trip).weights
 
-    def _codec(self, trip: Transmission) -> BaseCodec | None:
+    def codec_of(self, trip: Transmission) -> BaseCodec | None:
         """Return the codec of a direction, or None if nothing is coded in it."""
         return self.coder if self.coder and (trip.up or self.coder.down) else None
 

@@ -62,8 +62,12 @@ def with_change(
         change: (value,) Change of all values.
         known: Tensors before the change. A tensor that is absent counts as zero.
     """
-    empty = {name: change.new_zeros(shape) for name, shape in shapes.items() if name not in known}
-    reference = Flat.of({name: known.get(name, empty.get(name)) for name in shapes})  # type: ignore[misc]
+    reference = Flat.of(
+        {
+            name: known[name] if name in known else change.new_zeros(shape)
+            for name, shape in shapes.items()
+        }
+    )
     return reference.same(reference.vector + change).parts
 
 

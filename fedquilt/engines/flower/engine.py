@@ -1,0 +1,404 @@
+"""Engine that trains on real devices: it sends requests, validates replies, and folds them.
+
+Replies are folded in the order of jobs, so that results do not depend on the order in which replies
+arrive. A reply that cannot be used costs that client's round and nobody else's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedquilt.data import FederatedData
+from fedquilt.engines.flower.courier import Courier
+from fedquilt.engines.sequential import Sequential
+from fedquilt.errors import DivergenceError, FedquiltError, FormatError
+from fedquilt.names import said
+from fedquilt.round.budgets import learner_of
+from fedquilt.round.client import (
+    check_sent,
+    check_state,
+    known_after,
+    known_weights,
+    memory_of,
+    steps_behind,
+    update_of,
+)
+from fedquilt.round.device import (
+    columns_of,
+    download_outline,
+    initial_needs,
+    initial_positions,
+    reach_of,
+    server_memory,
+    upload_outline,
+)
+from fedquilt.round.engine import Outcome
+from fedquilt.round.link import Outline, Transmission
+from fedquilt.round.merge import Fold
+from fedquilt.round.training.batches import itinerary
+from fedquilt.round.training.learner import Learner
+from fedquilt.round.wire import (
+    Expected,
+    JobResult,
+    Message,
+    Reply,
+    Request,
+    packet_file,
+    read_packet,
+)
+from fedquilt.terms import ClientState, Job, Payload, Server, Submodel, Update, Weights, in_slots
+
+_log = logging.getLogger(__name__)
+CPU = torch.device("cpu")
+MAX_LOSS = 1e30  # Largest loss that a reply may state
+
+
+@dataclass(frozen=True)
+class SentJob:
+    """A job that was sent to a device, with all that is needed to read the reply."""
+
+    job: Job
+    learner: Learner
+    known: Weights  # Weights that both sides know the client received
+    memory: ClientState | None  # What the server remembers of the device
+    down: int  # Bytes of the download
+    first: int  # Bytes that the client gets once
+
+    @property
+    def trip(self) -> str:
+        """Return the scope, by which jobs of one client differ."""
+        return self.job.submodel.scope
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A validated reply: one update, loss and memory for each job."""
+
+    updates: tuple[Update, ...]
+    losses: tuple[float, ...]
+    memories: tuple[ClientState, ...]
+    up: tuple[int, ...]  # Bytes of each job's upload
+    anew: bool  # True: the device had lost its state
+
+
+@dataclass
+class Flower(Sequential):
+    """Engine that trains clients on devices.
+
+    The server's samples are used for evaluation and for norm statistics.
+
+    Args:
+        courier: It carries messages to devices and back.
+        run_id: Identity of the run, which is the same after a resume.
+        terms: Settings of method, link and task as plain values, from which a device rebuilds them.
+        deadline: Seconds that devices have in a round.
+        max_rms: Largest root mean square of a weight's change. Replies above it are refused.
+    """
+
+    courier: Courier | None = None
+    run_id: str = ""
+    terms: Mapping[str, Any] = field(default_factory=dict)
+    deadline: float = math.inf
+    max_rms: float = math.inf
+
+    def online(self) -> Sequence[int] | None:
+        """Return the clients whose devices can be reached now."""
+        return self._courier.online()
+
+    @property
+    def _courier(self) -> Courier:
+        assert self.courier is not None, "a deployment has a courier"
+        return self.courier
+
+    def _train(self, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
+        by_client: dict[int, list[Job]] = {}
+        for job in jobs:
+            by_client.setdefault(job.client.id, []).append(job)
+        sent: dict[int, list[SentJob]] = {}
+        requests: dict[int, Message] = {}
+        for client, client_jobs in by_client.items():
+            requests[client], sent[client] = self._request(server, client_jobs)
+
+        accepted = self._accepted(server, requests, sent, outcome)
+        for client in by_client:
+            if client not in accepted:
+                continue
+            result = accepted[client]
+            for number, sent_job in enumerate(sent[client]):
+                job = sent_job.job
+                fold.add(result.updates[number])
+                outcome.losses.append(result.losses[number])
+                outcome.memory[client, job.submodel.scope] = result.memories[number]
+                member = self.world.family.member(job.submodel)
+                sizes = self._batch_sizes(job, sent_job.learner)
+                macs = self.macs(client, sent_job.learner, member, sizes)
+                outcome.charge(client, sent_job.down, result.up[number], macs, sent_job.first)
+                outcome.stacks += 1
+
+    def _over(self, data: FederatedData) -> Sequential:  # type: ignore[override]
+        """Return an engine of this process, because the server itself trains on public samples."""
+        return Sequential(data, self.device, self.precision)
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def _request(self, server: Server, jobs: Sequence[Job]) -> tuple[Message, list[SentJob]]:
+        """Return the request for all jobs of one client, and what is needed to read its reply."""
+        world = self.world
+        files, sent, columns, initial = [], [], [], []
+        for job in jobs:
+            file, sent_job, job_columns, job_initial = self._job_file(server, job)
+            files.append(file)
+            sent.append(sent_job)
+            columns.append(job_columns)
+            initial.append(job_initial)
+        memories = [sent_job.memory for sent_job in sent]
+        is_first = all(memory is None for memory in memories)
+        request = Request(
+            run=self.run_id,
+            round=server.round,
+            client=jobs[0].client,
+            submodels=tuple(job.submodel for job in jobs),
+            settings=self.terms,
+            seed=world.seed,
+            precision=self.precision,
+            fingerprint=world.family.layout.fingerprint,
+            num_clients=world.num_clients,
+            base=max((memory.round for memory in memories if memory), default=-1),
+            deadline=self.deadline,
+            columns=tuple(columns),
+            initial=tuple(initial),
+            extra_shapes={name: tuple(value.shape) for name, value in server.extras.items()},
+            layout=world.family.layout.to_json() if is_first else "",
+        )
+        return Message(request.note(), tuple(files)), sent
+
+    def _job_file(
+        self, server: Server, job: Job
+    ) -> tuple[bytes, SentJob, int | None, Submodel | None]:
+        """Return the file of a job, what is kept of it, and the columns and initial positions."""
+        federation, link = self.federation, self.federation.link
+        learner = learner_of(self.method, job, self.world)
+        memory = memory_of(server, job)
+        payload = self.payload(server, job, learner)
+        trip = Transmission(self.world, job)
+        member = self.world.family.member(job.submodel)
+        names = learner.received(member)
+        known = known_weights(federation, job, names, memory, self.initial) if link.tracks else {}
+        bare = Payload(
+            payload.submodel, payload.weights, payload.slots, payload.extras, payload.coded_extras
+        )
+        packet = link.pack(bare, trip, known)
+        columns = None
+        arrived = None
+        if packet is None:
+            columns = 0
+        else:
+            columns = columns_of(link, job.submodel, trip)
+            outline = download_outline(federation, job, learner, _shapes(payload.extras))
+            arrived = link.unpack(packet, outline, trip, known).payload
+        known = known_after(federation, job, names, arrived, known)
+
+        positions = None
+        initial: Weights = {}
+        if needs := initial_needs(federation, job, learner):
+            wanted = initial_positions(federation, job, memory)
+            if memory is None or wanted.index != memory.submodel.index:
+                positions = wanted
+                initial = self.world.family.cutter.gather(self.initial, wanted, needs)
+        file = packet_file(packet, payload.first, initial)
+        down = (packet.bytes if packet else 0) + payload.first_bytes
+        sent = SentJob(job, learner, known, memory, down, payload.first_bytes)
+        return file, sent, columns, positions
+
+    # --- replies ---------------------------------------------------------------------------------
+
+    def _accepted(
+        self,
+        server: Server,
+        requests: Mapping[int, Message],
+        sent: Mapping[int, Sequence[SentJob]],
+        outcome: Outcome,
+    ) -> dict[int, Accepted]:
+        """Send requests, and return the replies that are valid, by client."""
+        accepted: dict[int, Accepted] = {}
+        if not requests:
+            return accepted
+        reasons: dict[int, str] = {}
+        for delivery in self._courier.exchange(requests, self.deadline):
+            client = delivery.client
+            if client not in requests or client in accepted:
+                continue
+            if delivery.message is None:
+                reasons.setdefault(client, delivery.reason)
+                continue
+            try:
+                accepted[client] = self._validated(
+                    delivery.message, requests[client].digest, server, sent[client]
+                )
+            except FedquiltError as error:
+                reasons[client] = f"its reply was refused: {error}"
+                _log.warning(
+                    "the reply of client %d in round %d was refused: %s",
+                    client,
+                    server.round + 1,
+                    error,
+                )
+        for client in requests:
+            if client not in accepted:
+                outcome.missing[client] = reasons.get(client, "no reply came")
+        return accepted
+
+    def _validated(
+        self, message: Message, request: str, server: Server, sent: Sequence[SentJob]
+    ) -> Accepted:
+        """Return a reply's updates, or refuse the whole reply.
+
+        Raises:
+            FedquiltError: It says what is wrong, and what would fit.
+        """
+        reply = Reply.read(message.note)
+        client = sent[0].job.client
+        if (reply.run, reply.round, reply.request) != (self.run_id, server.round, request):
+            raise FormatError(
+                f"it belongs to round {reply.round + 1} of the run {reply.run!r}, or to another "
+                "request of this round"
+            )
+        if reply.failed:
+            raise FormatError(f"the device failed: {reply.failed}")
+        if len(reply.results) != len(sent) or len(message.files) != len(sent):
+            raise FormatError(
+                f"it has {len(reply.results)} results and {len(message.files)} files; the request "
+                f"has {len(sent)} jobs"
+            )
+        if reply.size != client.size:
+            raise FormatError(
+                f"it states {reply.size} samples; client {client.id} enrolled with {client.size}"
+            )
+        mask = self._class_mask(reply)
+        updates, losses, memories, up = [], [], [], []
+        for sent_job, result, file in zip(sent, reply.results, message.files, strict=True):
+            update, memory, num_bytes = self._update(sent_job, result, file, mask)
+            updates.append(update)
+            memories.append(memory)
+            losses.append(result.loss)
+            up.append(num_bytes)
+        return Accepted(tuple(updates), tuple(losses), tuple(memories), tuple(up), reply.anew)
+
+    def _class_mask(self, reply: Reply) -> Tensor:
+        """Return a mask (class,) of the classes that a reply states."""
+        outputs = self.world.family.num_outputs
+        if reply.classes is None:
+            return torch.ones(outputs, dtype=torch.bool)
+        if not self.world.task.has_classes or not reply.classes:
+            raise FormatError("it states classes that the task does not have, or none")
+        if reply.classes[-1] >= outputs:
+            raise FormatError(f"it states class {reply.classes[-1]}; the model has {outputs}")
+        mask = torch.zeros(outputs, dtype=torch.bool)
+        mask[list(reply.classes)] = True
+        return mask
+
+    def _update(
+        self, sent: SentJob, result: JobResult, file: bytes, mask: Tensor
+    ) -> tuple[Update, ClientState, int]:
+        """Return the update of one job, what the server remembers, and the bytes of the upload."""
+        federation, link, job, learner = (
+            self.federation,
+            self.federation.link,
+            sent.job,
+            sent.learner,
+        )
+        self._check_result(sent, result)
+        trip = Transmission(self.world, job, up=True)
+        outline = upload_outline(federation, job, learner, mask, result.extra_shapes)  # type: ignore[arg-type]
+        reach = reach_of(link, outline.submodel, result.columns, trip)
+        expected = Expected(
+            outline, reach, trip, link, frozenset(sent.known), dtypes=self._dtypes(job, outline)
+        )
+        packet = read_packet(file, expected, f"the upload of client {job.client.id}").packet
+        payloads: tuple[Payload, ...] = ()
+        if packet is not None:
+            known = sent.known
+            if known:
+                cutter = self.world.family.cutter
+                known = cutter.narrow(known, job.submodel.held, outline.submodel.held)
+            payload = _unpacked(self, packet, outline, trip, known)
+            check_sent(job, payload.weights.values())
+            check_state(job, [*in_slots(payload.slots), *payload.extras.values()])
+            self._check_change(job, payload)
+            payloads = (payload,)
+        update = update_of(job, learner, payloads, result.steps, result.batches)
+        memory = server_memory(federation, job, sent.known, result.steps, sent.memory, self.initial)
+        return update, memory, packet.bytes if packet else 0
+
+    def _check_result(self, sent: SentJob, result: JobResult) -> None:
+        """Refuse step counts, losses and extras that do not follow from the job."""
+        batches = len(self._batch_sizes(sent.job, sent.learner))
+        steps = steps_behind(sent.memory, sent.learner, batches)
+        if (result.batches, result.steps) != (batches, steps):
+            raise FormatError(
+                f"it states {result.batches} batches and {result.steps} steps; {batches} and "
+                f"{steps} follow from the job"
+            )
+        if abs(result.loss) > MAX_LOSS:
+            raise FormatError(f"it states a loss of {result.loss}")
+        if unknown := result.extra_shapes.keys() - {*sent.learner.state.extras_up}:
+            raise FormatError(f"it states the extra {min(unknown)!r}, which the job does not have")
+
+    def _check_change(self, job: Job, payload: Payload) -> None:
+        """Refuse a change whose root mean square exceeds the bound."""
+        if math.isinf(self.max_rms):
+            return
+        names = list(payload.weights)
+        before = self.world.family.cutter.gather(self._server.weights, payload.submodel, names)
+        for name, value in payload.weights.items():
+            if not value.is_floating_point() or not value.numel():
+                continue
+            rms = float((value - before[name]).double().square().mean().sqrt())
+            if rms > self.max_rms:
+                raise FormatError(
+                    f"{name} changed by {rms:.3g} (root mean square); {self.max_rms:.3g} is allowed"
+                )
+
+    def _batch_sizes(self, job: Job, learner: Learner) -> list[int]:
+        """Return the number of samples in each batch of a client, from its number of samples."""
+        sizes = [len(rows) for rows in itinerary(job.client.size, learner.local, 0)]
+        return sizes[: learner.max_batches] if learner.max_batches else sizes
+
+    def _dtypes(self, job: Job, outline: Outline) -> dict[str, torch.dtype]:
+        """Return the types of weights that differ from the type of the run, such as counters."""
+        scope = job.submodel.scope
+        return {
+            name: self._server.weights[scope + name].dtype
+            for name in outline.weights
+            if self._server.weights[scope + name].dtype != outline.dtype
+        }
+
+    def _begin_round(self, federation: Any, server: Server, jobs: Sequence[Job]) -> None:
+        super()._begin_round(federation, server, jobs)
+        self._server = server
+
+
+def _unpacked(
+    engine: Flower, packet: Any, outline: Outline, trip: Transmission, known: Weights
+) -> Payload:
+    """Unpack an upload, and blame the sender for messages that cannot be decoded."""
+    try:
+        return engine.federation.link.unpack(packet, outline, trip, known).payload
+    except FedquiltError:
+        raise
+    except Exception as error:  # A codec may raise anything for bytes that it did not write.
+        raise FormatError(f"its coded values cannot be decoded: {said(error)}") from error
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in tensors.items()}
+
+
+__all__ = ["DivergenceError", "Flower"]
