@@ -377,6 +377,8 @@ class Cutter:
             Tensors by name. They are views where possible, so copy them before writing.
         """
         full_weights = {name: weights[submodel.scope + name] for name in names}
+        if not full_weights:
+            return {}
         if isinstance(weights, HeldWeights):
             return self.narrow(full_weights, weights.held[submodel.scope], submodel.held)
         cut, one_by_one = self._split(submodel, names, full_weights)

@@ -176,8 +176,9 @@ def columns_of(link: Link, submodel: Submodel, trip: Transmission) -> int | None
 def initial_needs(federation: Federation, job: Job, learner: Learner) -> tuple[str, ...]:
     """Return the names of the initial weights that a device needs to train a job.
 
-    These are all weights of its net or none. It needs none if it receives all weights over a link
-    that loses nothing and codes no changes from earlier downloads.
+    These are all weights of its net or none, those of all stages if the model grows. It needs none
+    if it receives all weights over a link that loses nothing and codes no changes from earlier
+    downloads.
 
     Args:
         federation: World, method and link.
@@ -188,7 +189,13 @@ def initial_needs(federation: Federation, job: Job, learner: Learner) -> tuple[s
     names = learner.names(member)
     receives_all = len(learner.received(member)) == len(names)
     is_exact = not federation.link.lossy and not federation.link.tracks
-    return () if receives_all and is_exact else names
+    if receives_all and is_exact:
+        return ()
+    layout = federation.world.family.layout
+    if layout.nets or not layout.variants:
+        return names
+    stages = [learner.names(member.at(variant)) for variant in layout.variants]
+    return tuple(dict.fromkeys(name for stage in stages for name in stage))
 
 
 def initial_positions(federation: Federation, job: Job, memory: ClientState | None) -> Submodel:

@@ -113,7 +113,7 @@ class Request:
             "layout": self.layout,
             "sample": dict(self.sample),
         }
-        return json.dumps(plain, sort_keys=True).encode()
+        return json.dumps(plain).encode()
 
     @staticmethod
     def read(note: bytes) -> Request:
@@ -207,7 +207,7 @@ class Reply:
                 for result in self.results
             ],
         }
-        return json.dumps(plain, sort_keys=True).encode()
+        return json.dumps(plain).encode()
 
     @staticmethod
     def read(note: bytes) -> Reply:

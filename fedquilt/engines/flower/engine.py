@@ -158,8 +158,10 @@ class Flower(Sequential):
             sent.append(sent_job)
             columns.append(job_columns)
             initial.append(job_initial)
-        memories = [sent_job.memory for sent_job in sent]
-        is_first = all(memory is None for memory in memories)
+        client = jobs[0].client.id
+        # A client may have trained nets of other scopes in its last round that counted.
+        states = [server.memory.get((client, scope)) for scope in {"", *server.scopes}]
+        base = max((state.round for state in states if state), default=-1)
         request = Request(
             run=self.run_id,
             round=server.round,
@@ -170,12 +172,12 @@ class Flower(Sequential):
             precision=self.precision,
             fingerprint=world.family.layout.fingerprint,
             num_clients=world.num_clients,
-            base=max((memory.round for memory in memories if memory), default=-1),
+            base=base,
             deadline=self.deadline,
             columns=tuple(columns),
             initial=tuple(initial),
             extra_shapes={name: tuple(value.shape) for name, value in server.extras.items()},
-            layout=world.family.layout.to_json() if is_first else "",
+            layout=world.family.layout.to_json() if base < 0 else "",
         )
         return Message(request.note(), tuple(files)), sent
 
