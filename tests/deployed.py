@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import pytest
 import torch
 
 import fedquilt as fq
@@ -18,9 +19,7 @@ from fedquilt.terms import ClientState
 RUN_ID = "run1"
 
 
-def devices_of(
-    family: fq.Family, data: fq.FederatedData, folder: Any = None
-) -> dict[int, Device]:
+def devices_of(family: fq.Family, data: fq.FederatedData, folder: Any = None) -> dict[int, Device]:
     """Return a device for every client, with that client's samples alone."""
     return {
         client: Device(
@@ -50,8 +49,13 @@ def deployed(
     )
 
 
-def device_states(courier: InProcess, run: fq.Run) -> dict[tuple[int, str], ClientState]:
-    """Return the state of every device after its last round that counted."""
+def device_states(
+    courier: InProcess, run: fq.Run, forgot: Collection[int] = ()
+) -> dict[tuple[int, str], ClientState]:
+    """Return the state of every device after its last round that counted.
+
+    Devices in `forgot` are left out if they do not have it.
+    """
     states = {}
     for (client, _), memory in run.server.memory.items():
         versions = courier.devices[client]._states_of(RUN_ID)
@@ -59,6 +63,8 @@ def device_states(courier: InProcess, run: fq.Run) -> dict[tuple[int, str], Clie
             state.round for (owner, _), state in run.server.memory.items() if owner == client
         )
         version = versions.load(last)
+        if version is None and client in forgot:
+            continue
         assert version is not None, (client, memory.round, versions.rounds)
         states |= {(client, scope): state for scope, state in version.states.items()}
     return states
@@ -98,7 +104,7 @@ def assert_same_training(truth: fq.Run, other: fq.Run, atol: float = 1e-9) -> No
             theirs.bytes_first,
             theirs.macs,
         )
-        assert mine.loss == theirs.loss
+        assert mine.loss == pytest.approx(theirs.loss, abs=atol)
 
 
 def trained_both_ways(

@@ -152,7 +152,10 @@ class Device:
     ) -> Message:
         """Train a request from the version that it names, and save what that leaves."""
         base = states.load(request.base) if request.base >= 0 else None
-        is_lost = request.base >= 0 and base is None
+        if request.base >= 0 and base is None:
+            reason = f"the state of round {request.base + 1} is lost"
+            lost = Reply(request.run, request.round, request.base, digest, failed=reason, anew=True)
+            return Message(lost.note())
         states.keep({request.base})
         federation, jobs, engine, initial = self._prepared(request, message, base)
         memory = {
@@ -168,7 +171,6 @@ class Device:
         self.trained += 1
 
         reply = self._reply(request, digest, federation, engine, collector.updates, outcome.losses)
-        reply = replace(reply, anew=is_lost)
         files = tuple(
             packet_file(federation.link.uploads[job.submodel.scope])  # type: ignore[attr-defined]
             for job in jobs
@@ -229,10 +231,6 @@ class Device:
             if (submodel := request.initial[number]) is not None:
                 positions[scope] = submodel
                 weights |= {scope + name: value for name, value in received.initial.items()}
-            elif initial_needs(federation, job, learner) and scope not in positions:
-                raise FormatError(
-                    f"the state of round {request.base + 1} is lost, and with it the initial weights"
-                )
         held = {scope: submodel.held for scope, submodel in positions.items()}
         link = device_link(terms.link, arrived)
         whole = Federation(world, terms.method, link, HeldWeights(weights, held))

@@ -14,6 +14,7 @@ from fedquilt.fleets.fleet import Fleet
 from fedquilt.round.budgets import planned
 from fedquilt.round.client import are_finite, memory_of
 from fedquilt.round.deadline import round_seconds, train_until_deadline
+from fedquilt.round.engine import Attendance
 from fedquilt.round.evaluate import Evaluation, Grades, grade
 from fedquilt.round.learning import learn
 from fedquilt.round.merge import Merged, merged_of
@@ -53,6 +54,8 @@ class Record:
     bytes_first: int = 0  # Bytes of `bytes_down` that clients get once, such as their private nets
     # Clients whose update came after the deadline. None: the link has no deadline
     late: tuple[int, ...] | None = None
+    # Requests to devices and what became of them. None: clients are simulated
+    attendance: Attendance | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain values.
@@ -64,12 +67,14 @@ class Record:
         record = {
             name: value
             for name, value in vars(self).items()
-            if name not in ("grades", "stacks", "late")
+            if name not in ("grades", "stacks", "late", "attendance")
         }
         if self.link_seconds is None:
             del record["link_seconds"]
         if self.late is not None:
             record |= {"late": len(self.late), "late_clients": list(self.late)}
+        if self.attendance is not None:
+            record["attendance"] = self.attendance.to_dict()
         for name in ("missing", "bytes_first"):
             if not record[name]:
                 del record[name]
@@ -92,6 +97,8 @@ class Record:
         values = {name: value for name, value in plain.items() if name not in grade_keys}
         if "late" in plain:
             values["late"] = tuple(plain["late_clients"])
+        if "attendance" in plain:
+            values["attendance"] = Attendance.from_dict(plain["attendance"])
         if "accuracy" not in plain:
             return Record(**values)
         metrics = (
@@ -181,6 +188,7 @@ def run_round(
         server_macs=learnt.macs,
         server_steps=learnt.steps,
         late=None if federation.link.deadline is None else tuple(sorted(outcome.late)),
+        attendance=outcome.attendance,
     )
     return RoundResult(new_server, outcome.memory, record, outcome.late)
 

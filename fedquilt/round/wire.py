@@ -179,7 +179,7 @@ class Reply:
     size: int = 0  # Training samples of the device
     classes: tuple[int, ...] | None = None  # Classes of its samples. None: targets are no classes
     failed: str = ""  # Reason why there are no results. Empty: there are
-    anew: bool = False  # True: the state of the base was lost, and the device started without it
+    anew: bool = False  # True: the state of the base is lost, and the device has to start anew
 
     def note(self) -> bytes:
         """Return the reply as a note."""

@@ -7,7 +7,12 @@ import pytest
 import fedquilt as fq
 from fedquilt.methods import METHODS
 from tests.conftest import QUICK_METHODS, with_local
-from tests.deployed import assert_same_states, assert_same_training, device_states, trained_both_ways
+from tests.deployed import (
+    assert_same_states,
+    assert_same_training,
+    device_states,
+    trained_both_ways,
+)
 from tests.engines.test_links import LINKS, RAGGED, SHARES, SHARP
 
 

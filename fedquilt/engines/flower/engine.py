@@ -6,10 +6,9 @@ arrive. A reply that cannot be used costs that client's round and nobody else's.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from fedquilt.data import FederatedData
 from fedquilt.engines.flower.courier import Courier
 from fedquilt.engines.sequential import Sequential
-from fedquilt.errors import DivergenceError, FedquiltError, FormatError
+from fedquilt.errors import FedquiltError, FormatError
 from fedquilt.names import said
 from fedquilt.round.budgets import learner_of
 from fedquilt.round.client import (
@@ -39,7 +38,7 @@ from fedquilt.round.device import (
     server_memory,
     upload_outline,
 )
-from fedquilt.round.engine import Outcome
+from fedquilt.round.engine import Attendance, Outcome
 from fedquilt.round.link import Outline, Transmission
 from fedquilt.round.merge import Fold
 from fedquilt.round.training.batches import itinerary
@@ -55,7 +54,6 @@ from fedquilt.round.wire import (
 )
 from fedquilt.terms import ClientState, Job, Payload, Server, Submodel, Update, Weights, in_slots
 
-_log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 MAX_LOSS = 1e30  # Largest loss that a reply may state
 
@@ -85,7 +83,86 @@ class Accepted:
     losses: tuple[float, ...]
     memories: tuple[ClientState, ...]
     up: tuple[int, ...]  # Bytes of each job's upload
-    anew: bool  # True: the device had lost its state
+
+
+class Exchange:
+    """Requests of a round, the replies that were accepted, and why others were not."""
+
+    def __init__(self, engine: Flower) -> None:
+        self._engine = engine
+        self.sent: dict[int, list[SentJob]] = {}
+        self.accepted: dict[int, Accepted] = {}
+        self.missing: dict[int, str] = {}  # Clients without a reply, and the reason
+        self.failed: dict[int, str] = {}  # Clients whose device could not train, and its reason
+        self.refused: dict[int, str] = {}  # Clients whose reply was refused, and the reason
+        self.anew: set[int] = set()  # Clients whose devices have lost their state
+        self.wire_down = self.wire_up = 0  # Bytes of all messages
+
+    def ask(self, server: Server, jobs: Mapping[int, Sequence[Job]]) -> None:
+        """Send the jobs of clients, and read their replies.
+
+        Args:
+            server: State that the round starts from.
+            jobs: Jobs of each client.
+        """
+        requests: dict[int, Message] = {}
+        for client, client_jobs in jobs.items():
+            requests[client], self.sent[client] = self._engine.request(server, client_jobs)
+            self.wire_down += requests[client].bytes
+        if not requests:
+            return
+        for delivery in self._engine.reached.exchange(requests, self._engine.deadline):
+            client = delivery.client
+            if client not in requests or client in self.accepted:
+                continue
+            if delivery.message is None:
+                self.missing[client] = delivery.reason
+                continue
+            self.wire_up += delivery.message.bytes
+            self._read(delivery.message, requests[client].digest, client, server)
+        for client in requests:
+            if client not in self.accepted.keys() | self.failed | self.refused.keys() | self.anew:
+                self.missing.setdefault(client, "no reply came")
+
+    def _read(self, message: Message, request: str, client: int, server: Server) -> None:
+        """Read a reply, and keep it or the reason why it cannot be used."""
+        try:
+            self.accepted[client] = self._engine.validated(
+                message, request, server, self.sent[client]
+            )
+        except StateLostError:
+            self.anew.add(client)
+        except DeviceFailedError as error:
+            self.failed[client] = str(error)
+        except FedquiltError as error:
+            self.refused[client] = str(error)
+        else:  # An earlier message may have been a stale one.
+            for reasons in (self.missing, self.failed, self.refused):
+                reasons.pop(client, None)
+
+    def attendance(self, asked: Sequence[int]) -> Attendance:
+        """Return what became of all requests."""
+        used = {**self.refused, **self.failed}
+        missing = {client: why for client, why in self.missing.items() if client not in used}
+        anew = tuple(sorted(self.anew & self.accepted.keys()))
+        return Attendance(
+            tuple(asked), missing, self.failed, self.refused, anew, self.wire_down, self.wire_up
+        )
+
+
+def _forget(server: Server, clients: set[int], outcome: Outcome) -> None:
+    """Replace what the server remembers of clients by states that count as none."""
+    for (client, scope), state in server.memory.items():
+        if client in clients and (client, scope) not in outcome.memory:
+            outcome.memory[client, scope] = ClientState(state.submodel, {})
+
+
+class DeviceFailedError(FormatError):
+    """Error for a reply in which a device says why it could not train."""
+
+
+class StateLostError(FormatError):
+    """Error for a reply of a device that has lost the state that a request starts from."""
 
 
 @dataclass
@@ -110,10 +187,11 @@ class Flower(Sequential):
 
     def online(self) -> Sequence[int] | None:
         """Return the clients whose devices can be reached now."""
-        return self._courier.online()
+        return self.reached.online()
 
     @property
-    def _courier(self) -> Courier:
+    def reached(self) -> Courier:
+        """Return the courier."""
         assert self.courier is not None, "a deployment has a courier"
         return self.courier
 
@@ -121,12 +199,15 @@ class Flower(Sequential):
         by_client: dict[int, list[Job]] = {}
         for job in jobs:
             by_client.setdefault(job.client.id, []).append(job)
-        sent: dict[int, list[SentJob]] = {}
-        requests: dict[int, Message] = {}
-        for client, client_jobs in by_client.items():
-            requests[client], sent[client] = self._request(server, client_jobs)
-
-        accepted = self._accepted(server, requests, sent, outcome)
+        exchange = Exchange(self)
+        exchange.ask(server, by_client)
+        if exchange.anew:  # These devices have lost their state, and start as new clients.
+            again = {client: by_client[client] for client in sorted(exchange.anew)}
+            exchange.ask(replace(server, memory={}), again)
+        accepted, sent = exchange.accepted, exchange.sent
+        _forget(server, exchange.anew & accepted.keys(), outcome)
+        outcome.attendance = exchange.attendance(list(by_client))
+        outcome.missing |= exchange.missing | exchange.failed | exchange.refused
         for client in by_client:
             if client not in accepted:
                 continue
@@ -148,7 +229,7 @@ class Flower(Sequential):
 
     # --- requests --------------------------------------------------------------------------------
 
-    def _request(self, server: Server, jobs: Sequence[Job]) -> tuple[Message, list[SentJob]]:
+    def request(self, server: Server, jobs: Sequence[Job]) -> tuple[Message, list[SentJob]]:
         """Return the request for all jobs of one client, and what is needed to read its reply."""
         world = self.world
         files, sent, columns, initial = [], [], [], []
@@ -187,7 +268,7 @@ class Flower(Sequential):
         """Return the file of a job, what is kept of it, and the columns and initial positions."""
         federation, link = self.federation, self.federation.link
         learner = learner_of(self.method, job, self.world)
-        memory = memory_of(server, job)
+        memory = _counted(memory_of(server, job))
         payload = self.payload(server, job, learner)
         trip = Transmission(self.world, job)
         member = self.world.family.member(job.submodel)
@@ -221,43 +302,7 @@ class Flower(Sequential):
 
     # --- replies ---------------------------------------------------------------------------------
 
-    def _accepted(
-        self,
-        server: Server,
-        requests: Mapping[int, Message],
-        sent: Mapping[int, Sequence[SentJob]],
-        outcome: Outcome,
-    ) -> dict[int, Accepted]:
-        """Send requests, and return the replies that are valid, by client."""
-        accepted: dict[int, Accepted] = {}
-        if not requests:
-            return accepted
-        reasons: dict[int, str] = {}
-        for delivery in self._courier.exchange(requests, self.deadline):
-            client = delivery.client
-            if client not in requests or client in accepted:
-                continue
-            if delivery.message is None:
-                reasons.setdefault(client, delivery.reason)
-                continue
-            try:
-                accepted[client] = self._validated(
-                    delivery.message, requests[client].digest, server, sent[client]
-                )
-            except FedquiltError as error:
-                reasons[client] = f"its reply was refused: {error}"
-                _log.warning(
-                    "the reply of client %d in round %d was refused: %s",
-                    client,
-                    server.round + 1,
-                    error,
-                )
-        for client in requests:
-            if client not in accepted:
-                outcome.missing[client] = reasons.get(client, "no reply came")
-        return accepted
-
-    def _validated(
+    def validated(
         self, message: Message, request: str, server: Server, sent: Sequence[SentJob]
     ) -> Accepted:
         """Return a reply's updates, or refuse the whole reply.
@@ -272,8 +317,10 @@ class Flower(Sequential):
                 f"it belongs to round {reply.round + 1} of the run {reply.run!r}, or to another "
                 "request of this round"
             )
+        if reply.anew:
+            raise StateLostError("the device has lost its state")
         if reply.failed:
-            raise FormatError(f"the device failed: {reply.failed}")
+            raise DeviceFailedError(reply.failed)
         if len(reply.results) != len(sent) or len(message.files) != len(sent):
             raise FormatError(
                 f"it has {len(reply.results)} results and {len(message.files)} files; the request "
@@ -291,7 +338,7 @@ class Flower(Sequential):
             memories.append(memory)
             losses.append(result.loss)
             up.append(num_bytes)
-        return Accepted(tuple(updates), tuple(losses), tuple(memories), tuple(up), reply.anew)
+        return Accepted(tuple(updates), tuple(losses), tuple(memories), tuple(up))
 
     def _class_mask(self, reply: Reply) -> Tensor:
         """Return a mask (class,) of the classes that a reply states."""
@@ -399,8 +446,10 @@ def _unpacked(
         raise FormatError(f"its coded values cannot be decoded: {said(error)}") from error
 
 
+def _counted(memory: ClientState | None) -> ClientState | None:
+    """Return what the server remembers of a device, or None if the device has lost its state."""
+    return None if memory is None or memory.round < 0 else memory
+
+
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in tensors.items()}
-
-
-__all__ = ["DivergenceError", "Flower"]
