@@ -116,9 +116,9 @@ class Device:
         """
         digest = message.digest
         try:
-            request = Request.read(message.note)
+            request = Request.read(message)
         except FedquiltError as error:
-            return Message(Reply("", 0, -1, digest, failed=str(error)).note())
+            return Reply("", 0, -1, digest, failed=str(error)).message()
         states = self._states_of(request.run)
         version = states.load(request.round)
         if version is not None and version.request == digest:
@@ -130,7 +130,7 @@ class Device:
         except Exception as error:  # A model or method of the user may raise anything.
             reason = said(error)
         failed = Reply(request.run, request.round, request.base, digest, failed=reason)
-        return Message(failed.note())
+        return failed.message()
 
     def forget(self) -> None:
         """Drop all state, as if the device were new."""
@@ -155,7 +155,7 @@ class Device:
         if request.base >= 0 and base is None:
             reason = f"the state of round {request.base + 1} is lost"
             lost = Reply(request.run, request.round, request.base, digest, failed=reason, anew=True)
-            return Message(lost.note())
+            return lost.message()
         states.keep({request.base})
         federation, jobs, engine, initial = self._prepared(request, message, base)
         memory = {
@@ -175,7 +175,7 @@ class Device:
             packet_file(federation.link.uploads[job.submodel.scope])  # type: ignore[attr-defined]
             for job in jobs
         )
-        answer = Message(reply.note(), files)
+        answer = reply.message(files)
         kept = {**(base.states if base else {})}
         kept |= {scope: state for (_, scope), state in outcome.memory.items()}
         positions, weights = initial

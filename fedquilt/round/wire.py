@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +31,8 @@ from fedquilt.storage.files import Blob
 from fedquilt.storage.tensor_files import Entry, TensorFile, bounded_json
 from fedquilt.terms import Budget, Client, Payload, Submodel, Weights
 
+_SEAL = "sha256"  # Last key of a note
+_SEALED = re.compile(rb', "sha256": "([0-9a-f]{64})"\}$')
 VERSION = 1  # Version of the format. A device refuses any other.
 MAX_NOTE_BYTES = 4 << 20  # Largest note. A layout of ResNet-18 has 11 kB.
 MAX_NOTE_DEPTH = 24  # Nested brackets in a note
@@ -42,17 +45,25 @@ MAX_EXTRA_VALUES = 1 << 28  # Most values of an extra that is decoded
 class Message:
     """A request or reply as bytes."""
 
-    note: bytes  # JSON
+    note: bytes  # JSON. Its last key has a checksum of the whole message
     files: tuple[bytes, ...] = ()  # safetensors, one for each job
+
+    @staticmethod
+    def of(plain: Mapping[str, Any], files: tuple[bytes, ...] = ()) -> Message:
+        """Return a message with a checksum.
+
+        Args:
+            plain: Values of the note.
+            files: Tensors of each job.
+        """
+        text = json.dumps(dict(plain)).encode()
+        seal = f', "{_SEAL}": "{_checksum(text, files)}"}}'.encode()
+        return Message(text[:-1] + seal, files)
 
     @property
     def digest(self) -> str:
         """Return the SHA-256 of the whole message."""
-        digest = hashlib.sha256(self.note)
-        for file in self.files:
-            digest.update(len(file).to_bytes(8, "little"))
-            digest.update(file)
-        return digest.hexdigest()
+        return _checksum(self.note, self.files)
 
     @property
     def bytes(self) -> int:
@@ -84,8 +95,12 @@ class Request:
     layout: str = ""  # The layout as JSON, at first contact. Empty: the device has it
     sample: Mapping[str, Any] = field(default_factory=dict)  # Shape, classes and scale of a sample
 
-    def note(self) -> bytes:
-        """Return the request as a note."""
+    def message(self, files: tuple[bytes, ...]) -> Message:
+        """Return the request as bytes.
+
+        Args:
+            files: Tensors of each job (`packet_file`).
+        """
         plain = {
             "kind": "request",
             "version": VERSION,
@@ -113,16 +128,16 @@ class Request:
             "layout": self.layout,
             "sample": dict(self.sample),
         }
-        return json.dumps(plain).encode()
+        return Message.of(plain, files)
 
     @staticmethod
-    def read(note: bytes) -> Request:
-        """Read a note.
+    def read(message: Message) -> Request:
+        """Read the note of a message.
 
         Raises:
             FormatError: It is no request, or one of another version.
         """
-        plain = _read_note(note, "request")
+        plain = _read_note(message, "request")
         jobs = plain.get("jobs")
         if not isinstance(jobs, list) or not 1 <= len(jobs) <= MAX_JOBS:
             raise FormatError(f"it has no list of 1 to {MAX_JOBS} jobs")
@@ -181,8 +196,12 @@ class Reply:
     failed: str = ""  # Reason why there are no results. Empty: there are
     anew: bool = False  # True: the state of the base is lost, and the device has to start anew
 
-    def note(self) -> bytes:
-        """Return the reply as a note."""
+    def message(self, files: tuple[bytes, ...] = ()) -> Message:
+        """Return the reply as bytes.
+
+        Args:
+            files: Tensors of each job (`packet_file`). Empty: the device failed.
+        """
         plain = {
             "kind": "reply",
             "version": VERSION,
@@ -207,16 +226,16 @@ class Reply:
                 for result in self.results
             ],
         }
-        return json.dumps(plain).encode()
+        return Message.of(plain, files)
 
     @staticmethod
-    def read(note: bytes) -> Reply:
-        """Read a note.
+    def read(message: Message) -> Reply:
+        """Read the note of a message.
 
         Raises:
             FormatError: It is no reply, or one of another version.
         """
-        plain = _read_note(note, "reply")
+        plain = _read_note(message, "reply")
         results = plain.get("results")
         if not isinstance(results, list) or len(results) > MAX_JOBS:
             raise FormatError(f"it has no list of at most {MAX_JOBS} results")
@@ -412,10 +431,23 @@ def _difference(
 # --- notes --------------------------------------------------------------------------------------
 
 
-def _read_note(note: bytes, kind: str) -> dict[str, Any]:
-    """Return the values of a note of this kind and version."""
+def _checksum(note: bytes, files: Sequence[bytes]) -> str:
+    """Return the SHA-256 of a note and of files, with the lengths of all parts."""
+    digest = hashlib.sha256()
+    for part in (note, *files):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _read_note(message: Message, kind: str) -> dict[str, Any]:
+    """Return the values of a note of this kind and version, if the message is intact."""
+    note = message.note
     if len(note) > MAX_NOTE_BYTES:
         raise FormatError(f"its note has {len(note):,} bytes; {MAX_NOTE_BYTES:,} are allowed")
+    seal = _SEALED.search(note)
+    if seal is None or _checksum(note[: seal.start()] + b"}", message.files) != seal[1].decode():
+        raise FormatError("it is damaged: its checksum differs from the one that was written")
     plain = bounded_json(note, MAX_NOTE_DEPTH)
     if not isinstance(plain, dict) or plain.get("kind") != kind:
         raise FormatError(f"it is no {kind}")

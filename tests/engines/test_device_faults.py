@@ -7,12 +7,11 @@ same clients are absent in the same rounds, reconstructed from the records of th
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import fedquilt as fq
 from fedquilt.deployment.device import Device
@@ -47,7 +46,7 @@ LINKS = {
 }
 
 
-class ServerDied(Exception):
+class ServerDiedError(Exception):
     """The server process ended before it had saved the round."""
 
 
@@ -70,7 +69,7 @@ class Faulty(InProcess):
         self.dice.shuffle(deliveries)
         yield from deliveries
         if self.dice.random() < 0.1:
-            raise ServerDied
+            raise ServerDiedError
 
     def _one(self, client: int, request: Message) -> list[Delivery]:
         fault = self.dice.choices(
@@ -175,7 +174,7 @@ def run_schedule(seed: int, family, data, play, tmp_path) -> tuple[fq.Run, fq.Ru
     while run.server.round < ROUNDS:
         try:
             run.train(ROUNDS)
-        except ServerDied:
+        except ServerDiedError:
             continue
     absent = {record.round - 1: set(record.attendance.absent) for record in run.records}
     anew = {record.round - 1: set(record.attendance.anew) for record in run.records}

@@ -260,7 +260,7 @@ class Flower(Sequential):
             extra_shapes={name: tuple(value.shape) for name, value in server.extras.items()},
             layout=world.family.layout.to_json() if base < 0 else "",
         )
-        return Message(request.note(), tuple(files)), sent
+        return request.message(tuple(files)), sent
 
     def _job_file(
         self, server: Server, job: Job
@@ -310,7 +310,7 @@ class Flower(Sequential):
         Raises:
             FedquiltError: It says what is wrong, and what would fit.
         """
-        reply = Reply.read(message.note)
+        reply = Reply.read(message)
         client = sent[0].job.client
         if (reply.run, reply.round, reply.request) != (self.run_id, server.round, request):
             raise FormatError(
