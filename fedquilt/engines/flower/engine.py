@@ -176,7 +176,8 @@ class Flower(Sequential):
         run_id: Identity of the run, which is the same after a resume.
         terms: Settings of method, link and task as plain values, from which a device rebuilds them.
         deadline: Seconds that devices have in a round.
-        max_rms: Largest root mean square of a weight's change. Replies above it are refused.
+        max_rms: Largest root mean square of a weight's change or of a slot. Replies above it are
+            refused.
     """
 
     courier: Courier | None = None
@@ -401,16 +402,21 @@ class Flower(Sequential):
             raise FormatError(f"it states the extra {min(unknown)!r}, which the job does not have")
 
     def _check_change(self, job: Job, payload: Payload) -> None:
-        """Refuse a change whose root mean square exceeds the bound."""
+        """Refuse a change of a weight, or a slot, whose root mean square exceeds the bound."""
         if math.isinf(self.max_rms):
             return
         names = list(payload.weights)
         before = self.world.family.cutter.gather(self._server.weights, payload.submodel, names)
-        for name, value in payload.weights.items():
-            if not value.is_floating_point() or not value.numel():
-                continue
-            rms = float((value - before[name]).double().square().mean().sqrt())
-            if rms > self.max_rms:
+        changes = {
+            name: value - before[name]
+            for name, value in payload.weights.items()
+            if value.is_floating_point()
+        }
+        for slot, values in payload.slots.items():
+            changes |= {f"{slot} of {name}": value for name, value in values.items()}
+        for name, change in changes.items():
+            rms = float(change.double().square().mean().sqrt()) if change.numel() else 0.0
+            if not rms <= self.max_rms:
                 raise FormatError(
                     f"{name} changed by {rms:.3g} (root mean square); {self.max_rms:.3g} is allowed"
                 )
