@@ -114,6 +114,24 @@ class Tally:
     complete: bool  # True if every position is known to be trained by some client.
 
 
+class HeldWeights(dict[str, Tensor]):
+    """Weights at some positions of the whole model, by scope and name.
+
+    A device has them in place of the whole model's initial weights, which may not fit into its
+    memory.
+    """
+
+    def __init__(self, weights: Weights, held: Mapping[str, Index]) -> None:
+        """Take weights and their positions.
+
+        Args:
+            weights: Weights by scope and name.
+            held: Positions of all weights of a scope, by scope.
+        """
+        super().__init__(weights)
+        self.held = dict(held)
+
+
 class Cutter:
     """Cuts sub-models out of whole states and writes them back. Recent cuts are cached.
 
@@ -217,6 +235,10 @@ class Cutter:
             Tensors by name. They are views where possible, so copy them before writing.
         """
         whole_weights = {name: weights[submodel.scope + name] for name in names}
+        if not whole_weights:
+            return {}
+        if isinstance(weights, HeldWeights):
+            return self.narrow(whole_weights, weights.held[submodel.scope], submodel.held)
         cut, one_by_one = self._split(submodel, names, whole_weights)
         gathered = {
             name: take(whole_weights[name], self.rows(name, submodel.index)) for name in one_by_one

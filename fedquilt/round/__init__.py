@@ -140,6 +140,7 @@ def run_round(
         server_macs=learnt.macs,
         server_steps=learnt.steps,
         late=None if federation.link.deadline is None else tuple(sorted(outcome.late)),
+        attendance=outcome.attendance,
     )
     return RoundResult(new_server, outcome.memory, record, outcome.late)
 

@@ -125,7 +125,7 @@ def receive(
     names = learner.names(member)
     shared = learner.received(member)
     with blamed(job, "receiving"):
-        reference = _known(federation, job, shared, memory, initial) if link.tracks else {}
+        reference = known_weights(federation, job, shared, memory, initial) if link.tracks else {}
         arrival = link.down(
             replace(payload, first={}), Transmission(federation.world, job), reference
         )
@@ -143,12 +143,7 @@ def receive(
                 state = cutter.overlay(state, index, arrived.weights, arrived.submodel.held)
 
         # Weights that both sides know the client has now, from which its upload is coded.
-        if arrived and link.coder:
-            coded = {name: arrived.weights[name] for name in _coded(member, shared)}
-            if reference:
-                reference = cutter.overlay(reference, index, coded, arrived.submodel.held)
-            else:
-                reference = coded
+        reference = known_after(federation, job, shared, arrived, reference)
 
         # State of the optimizer and of the method.
         slots = None
@@ -167,6 +162,33 @@ def receive(
     steps = memory.steps if memory and learner.keep_slots else 0
     first = payload.first_bytes
     return Start(state, slots, steps, arrival.bytes + first, reference, state_slots, extras, first)
+
+
+def known_after(
+    federation: Federation,
+    job: Job,
+    names: Sequence[str],
+    arrived: Payload | None,
+    known: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    """Return the weights that both sides know the client received, after a download.
+
+    They are empty if no codec needs them.
+
+    Args:
+        federation: World, method and link.
+        job: What the client is asked to train.
+        names: Weights that the client receives.
+        arrived: What arrived. None: nothing.
+        known: The weights before the download (`known_weights`).
+    """
+    if arrived is None or federation.link.coder is None:
+        return known
+    family = federation.world.family
+    coded = {name: arrived.weights[name] for name in _coded(family.member(job.submodel), names)}
+    if not known:
+        return coded
+    return family.cutter.overlay(known, job.submodel.held, coded, arrived.submodel.held)
 
 
 def first_names(
@@ -421,7 +443,7 @@ def _coded(member: Member, names: Sequence[str]) -> list[str]:
     return [name for name in names if name in trainable]
 
 
-def _known(
+def known_weights(
     federation: Federation,
     job: Job,
     names: Sequence[str],

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,50 @@ class Spent(NamedTuple):
     first: int = 0  # Bytes of `down` that the client gets once, such as its private net
 
 
+@dataclass(frozen=True)
+class Attendance:
+    """Which devices were asked in a round of a deployment, and what became of their replies."""
+
+    asked: tuple[int, ...]  # Clients that got a request
+    missing: Mapping[int, str]  # Clients without a reply, and the reason
+    failed: Mapping[int, str]  # Clients whose device could not train, and its reason
+    refused: Mapping[int, str]  # Clients whose reply was refused, and the reason
+    anew: tuple[int, ...] = ()  # Clients that had lost their state and started anew
+    wire_down: int = 0  # Bytes of all requests, with notes and headers
+    wire_up: int = 0  # Bytes of all replies, with notes and headers
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """Return the clients whose round did not count, in ascending order."""
+        return tuple(sorted({**self.missing, **self.failed, **self.refused}))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attendance as values that JSON can hold."""
+        reasons = {
+            name: {str(client): reason for client, reason in getattr(self, name).items()}
+            for name in ("missing", "failed", "refused")
+        }
+        lists = {"asked": list(self.asked), "anew": list(self.anew)}
+        return {**lists, **reasons, "wire_down": self.wire_down, "wire_up": self.wire_up}
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> Attendance:
+        """Return the attendance that `to_dict` wrote."""
+        missing, failed, refused = (
+            {int(client): str(reason) for client, reason in plain[name].items()}
+            for name in ("missing", "failed", "refused")
+        )
+        return Attendance(
+            tuple(map(int, plain["asked"])),
+            missing,
+            failed,
+            refused,
+            tuple(map(int, plain["anew"])),
+            int(plain["wire_down"]),
+            int(plain["wire_up"]),
+        )
+
+
 @dataclass
 class Outcome:
     """Memories, losses, costs and missing clients of one round of training."""
@@ -46,6 +90,8 @@ class Outcome:
     costs: dict[int, Spent] = field(default_factory=dict)  # By client.
     stacks: int = 0  # Number of groups of clients that were trained as one.
     missing: dict[int, str] = field(default_factory=dict)  # Clients that did not reply, and why.
+    # Replies of real devices. None: the engine simulates clients.
+    attendance: Attendance | None = None
     # Clients that missed the deadline, and the seconds that each takes at least. Engines leave it
     # empty.
     late: dict[int, float] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fedquilt.family.cut import HeldWeights
 from fedquilt.hardware.precision import DTYPES, Precision
 from fedquilt.round.link import PERFECT, Link
 from fedquilt.tasks import Classification, Task
@@ -69,7 +70,11 @@ class Federation:
     def initial_on(self, device: torch.device) -> Weights:
         """Return the initial weights on a device. They are copied there once."""
         if device not in self._placed:
-            self._placed[device] = {name: value.to(device) for name, value in self.initial.items()}
+            initial = self.initial
+            placed: Weights = {name: value.to(device) for name, value in initial.items()}
+            if isinstance(initial, HeldWeights):
+                placed = HeldWeights(placed, initial.held)
+            self._placed[device] = placed
         return self._placed[device]
 
     @cached_property

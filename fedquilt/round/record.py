@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedquilt.round.engine import Attendance
 from fedquilt.round.scores import Grades
 
 
@@ -32,6 +33,8 @@ class Record:
     bytes_first: int = 0  # Bytes of `bytes_down` that clients get once, such as their private nets
     # Clients whose update came after the deadline. None: the link has no deadline
     late: tuple[int, ...] | None = None
+    # Requests to devices and what became of them. None: clients are simulated
+    attendance: Attendance | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain values.
@@ -43,12 +46,14 @@ class Record:
         record = {
             name: value
             for name, value in vars(self).items()
-            if name not in ("grades", "stacks", "late")
+            if name not in ("grades", "stacks", "late", "attendance")
         }
         if self.link_seconds is None:
             del record["link_seconds"]
         if self.late is not None:
             record |= {"late": len(self.late), "late_clients": list(self.late)}
+        if self.attendance is not None:
+            record["attendance"] = self.attendance.to_dict()
         for name in ("missing", "bytes_first"):
             if not record[name]:
                 del record[name]
@@ -71,6 +76,8 @@ class Record:
         values = {name: value for name, value in plain.items() if name not in grade_keys}
         if "late" in plain:
             values["late"] = tuple(plain["late_clients"])
+        if "attendance" in plain:
+            values["attendance"] = Attendance.from_dict(plain["attendance"])
         if "accuracy" not in plain:
             return Record(**values)
         metrics = plain["metrics"]

@@ -5,6 +5,7 @@ A link has three optional parts. Any method runs over any link, on every engine.
 - Loss: `columns.py` (columns fail at a rate), `wireless.py` (rates of a radio model).
 - Codec: `codec.py` (quantized and sparse changes), `rotation.py` (random rotation before it), and
   `coding.py` (messages of named tensors, and checks of a codec).
+- Packets: `packing.py` (payloads as they travel, which the sender packs and the receiver unpacks).
 - Clock: `clock.py` (time of a client's round).
 
 `transmission.py` has the identity of a message, and `per_client.py` settings that differ by client.
@@ -13,22 +14,21 @@ A link has three optional parts. Any method runs over any link, on every engine.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from fedquilt.checks import refuse
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
 from fedquilt.round.link.clock import Clock
 from fedquilt.round.link.codec import BaseCodec, ChangeSpec, Codec, Keys
-from fedquilt.round.link.coding import NOTHING, check_codec, code
+from fedquilt.round.link.coding import NOTHING, check_codec
 from fedquilt.round.link.columns import ColumnLoss, Loss
+from fedquilt.round.link.packing import Outline, Packet, Unpacked, pack, part, unpack
 from fedquilt.round.link.transmission import Arrival, Transmission
 from fedquilt.round.link.wireless import Wireless
-from fedquilt.tensors import Flat
 from fedquilt.terms import Payload, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -129,9 +129,9 @@ class Link:
 
     def check(self, num_clients: int) -> None:
         """Refuse per-client values whose number does not fit the number of clients."""
-        for part in (self.loss, self.clock):
-            if part is not None:
-                part.check(num_clients)
+        for setting in (self.loss, self.clock):
+            if setting is not None:
+                setting.check(num_clients)
 
     def check_codec(self, world: World, device: torch.device) -> None:
         """Refuse a codec that does not decode what it encoded, on the dtype and device of a run."""
@@ -150,16 +150,15 @@ class Link:
     def down(
         self, payload: Payload, transmission: Transmission, reference: Weights = NOTHING
     ) -> Arrival:
-        """Send a payload to a client, and return what arrives.
+        """Send a payload to a client of a simulation, and return what arrives.
 
         Args:
             payload: What the server sends.
             transmission: Client, round and direction.
-            reference: Weights that both sides know the client received before, by name. Changes
-                from them are coded.
+            reference: Weights that both sides know the client received before. Changes from
+                them are coded.
         """
-        codec = self.coder if self.coder and self.coder.down else None
-        return self._carry(payload, transmission, codec, reference, NOTHING)
+        return self._carry(payload, transmission, reference, NOTHING)
 
     def up(
         self,
@@ -168,126 +167,93 @@ class Link:
         reference: Weights = NOTHING,
         residual: Weights = NOTHING,
     ) -> Arrival:
-        """Send a payload to the server, and return what arrives.
+        """Send a payload of a simulated client to the server, and return what arrives.
 
         Args:
             payload: What the client sends.
             transmission: Client, round and direction.
-            reference: Weights that both sides know the client received, by name. Changes from them
-                are coded.
+            reference: Weights that both sides know the client received. Changes from them are
+                coded.
             residual: Error of earlier coding, which is added to the change.
         """
-        return self._carry(payload, transmission, self.coder, reference, residual)
+        return self._carry(payload, transmission, reference, residual)
 
     def _carry(
+        self, payload: Payload, transmission: Transmission, reference: Weights, residual: Weights
+    ) -> Arrival:
+        packet = self.pack(payload, transmission, reference, residual)
+        if packet is None:
+            return Arrival(None, 0)
+        if not packet.messages:
+            return Arrival(packet.plain, packet.bytes)
+        unpacked = self.unpack(packet, Outline.of(payload), transmission, reference)
+        return Arrival(
+            unpacked.payload, packet.bytes, self.error(packet, unpacked, payload, transmission)
+        )
+
+    def pack(
         self,
         payload: Payload,
         transmission: Transmission,
-        codec: BaseCodec | None,
-        reference: Weights,
-        residual: Weights,
-    ) -> Arrival:
+        reference: Weights = NOTHING,
+        residual: Weights = NOTHING,
+    ) -> Packet | None:
+        """Return a payload as it travels, or None if all of it gets lost.
+
+        The sender simulates losses, so that a packet has only values that arrive.
+
+        Args:
+            payload: What is sent.
+            transmission: Client, round and direction.
+            reference: Weights that both sides know the client received. Changes from them are
+                coded.
+            residual: Error of earlier coding, which is added to the change of an upload.
+        """
         sends = payload.weights or payload.extras
         reach = self.reach(payload.submodel, transmission) if sends else payload.submodel
         if reach is None:
-            return Arrival(None, 0)
-        changes = {name: value for name, value in payload.weights.items() if name in reference}
-        if codec is None or not (changes or payload.slots or payload.coded_extras):
-            arrived = _part(payload, reach, transmission)
-            return Arrival(arrived, arrived.bytes)
+            return None
+        return pack(self.codec_of(transmission), payload, reach, transmission, reference, residual)
 
-        sent = 0
-        error = None
-        decoded = payload
-        if changes:
-            arrives = _arriving(payload, changes, reach, transmission)
-            coded = code(codec, changes, transmission.codec_keys(), reference, residual, arrives)
-            decoded = replace(payload, weights={**payload.weights, **coded.tensors})
-            sent += coded.bytes
-            if coded.error is not None:
-                error = _part(Payload(payload.submodel, coded.error), reach, transmission).weights
-        decoded, state_bytes = _code_state(codec, decoded, reach, transmission)
-        arrived = _part(decoded, reach, transmission)
-        plain = [value for name, value in arrived.weights.items() if name not in changes]
-        plain += [
-            value for name, value in arrived.extras.items() if name not in payload.coded_extras
-        ]
-        return Arrival(arrived, sent + state_bytes + sum(value.nbytes for value in plain), error)
+    def unpack(
+        self,
+        packet: Packet,
+        outline: Outline,
+        transmission: Transmission,
+        reference: Weights = NOTHING,
+    ) -> Unpacked:
+        """Return the payload that a packet has.
 
+        Args:
+            packet: What arrived.
+            outline: Names, positions and types of what was sent, which the job determines.
+            transmission: Client, round and direction.
+            reference: Weights that both sides know the client received, the same as in `pack`.
+        """
+        return unpack(self.codec_of(transmission), packet, outline, transmission, reference)
 
-def _code_state(
-    codec: BaseCodec, payload: Payload, reach: Submodel, transmission: Transmission
-) -> tuple[Payload, int]:
-    """Code a payload's slots and the extras that are to be coded, each as a message of its own.
+    def error(
+        self, packet: Packet, unpacked: Unpacked, payload: Payload, transmission: Transmission
+    ) -> Weights | None:
+        """Return the error of coding at the values that arrived. None: there is no error feedback.
 
-    They are coded against zero and without error feedback. Feedback repairs a change that the next
-    change adds to, but a slot is a value of this round. So a codec that sends some values has to
-    scale them up here.
+        Args:
+            packet: What the sender packed.
+            unpacked: What the receiver makes of it.
+            payload: What was sent.
+            transmission: Client, round and direction.
+        """
+        codec = self.codec_of(transmission)
+        if codec is None or not codec.feedback or packet.change is None or unpacked.change is None:
+            return None
+        lost = packet.change.same(packet.change.vector - unpacked.change).parts
+        return part(
+            Payload(payload.submodel, lost), unpacked.payload.submodel, transmission
+        ).weights
 
-    Returns:
-        The payload as it is decoded, and the bytes of the messages.
-    """
-    codec = _without_feedback(codec)
-    slots = dict(payload.slots)
-    extras = dict(payload.extras)
-    total = 0
-    message = 0  # Number of the message. The weights have message 0.
-    for slot, values in sorted(payload.slots.items()):
-        message += 1
-        if values:
-            arrives = _arriving(payload, values, reach, transmission)
-            coded = code(codec, values, transmission.codec_keys(message), arrives=arrives)
-            slots[slot] = coded.tensors
-            total += coded.bytes
-    for name in sorted(payload.coded_extras):
-        message += 1
-        if name in extras:
-            coded = code(codec, {name: extras[name]}, transmission.codec_keys(message))
-            extras |= coded.tensors
-            total += coded.bytes
-    return replace(payload, slots=slots, extras=extras), total
-
-
-def _without_feedback(codec: BaseCodec) -> BaseCodec:
-    changes: dict[str, Any] = {
-        setting.name: False for setting in fields(codec) if setting.name == "feedback"
-    }
-    return replace(codec, **changes)
-
-
-def _part(payload: Payload, reach: Submodel, transmission: Transmission) -> Payload:
-    """Return the part of a payload that arrived. Extras always arrive completely."""
-    if reach is payload.submodel:
-        return payload
-    narrow = transmission.world.family.cutter.narrow
-    sent_index = payload.submodel.held
-    slots = {slot: narrow(values, sent_index, reach.held) for slot, values in payload.slots.items()}
-    return replace(
-        payload,
-        submodel=reach,
-        weights=narrow(payload.weights, sent_index, reach.held),
-        slots=slots,
-    )
-
-
-def _arriving(
-    payload: Payload, weights: Weights, reach: Submodel, transmission: Transmission
-) -> dict[str, Tensor] | None:
-    """Return boolean tensors that are True at the values that arrive. None: all values arrive.
-
-    `weights` are some of the payload's tensors.
-    """
-    if reach is payload.submodel:
-        return None
-    device = next(iter(weights.values())).device
-    count = sum(value.numel() for value in weights.values())
-    shapes = {name: value.shape for name, value in weights.items()}
-    numbered = Flat(torch.arange(count, device=device), shapes)
-    arrived_rows = Flat.of(
-        _part(Payload(payload.submodel, numbered.parts), reach, transmission).weights
-    ).vector
-    mask = torch.zeros(count, dtype=torch.bool, device=device).index_fill_(0, arrived_rows, True)
-    return numbered.same(mask).parts
+    def codec_of(self, transmission: Transmission) -> BaseCodec | None:
+        """Return the codec of a direction, or None if nothing is coded in it."""
+        return self.coder if self.coder and (transmission.up or self.coder.down) else None
 
 
 LOSSES: dict[str, type[Loss]] = {"columns": ColumnLoss, "wireless": Wireless}
@@ -327,6 +293,9 @@ __all__ = [
     "Keys",
     "Link",
     "Loss",
+    "Outline",
+    "Packet",
     "Transmission",
+    "Unpacked",
     "Wireless",
 ]

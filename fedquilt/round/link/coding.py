@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,58 +35,40 @@ class CodecError(ValueError):
     """
 
 
-@dataclass(frozen=True)
-class Coded:
-    """Result of coding and decoding named tensors."""
-
-    # Tensors as received. Values that did not arrive are those of the reference.
-    tensors: dict[str, Tensor]
-    bytes: int  # Length of the message.
-    error: dict[str, Tensor] | None  # Error of coding. None: there is no error feedback.
-
-
-def code(
-    codec: BaseCodec,
-    tensors: Weights,
-    keys: Keys,
-    reference: Weights = NOTHING,
-    residual: Weights = NOTHING,
-    arrives: Weights | None = None,
-) -> Coded:
-    """Code named tensors as one message, and decode it.
+def change_of(tensors: Weights, reference: Weights = NOTHING, residual: Weights = NOTHING) -> Flat:
+    """Return the change of named tensors as one vector.
 
     Args:
-        codec: Codec of the link.
         tensors: Tensors to send, all of one floating-point dtype and on one device.
-        keys: Random keys of this message, from `Transmission.codec_keys`.
-        reference: Tensors that both sides have, by the same names. The change from them is coded.
-            A tensor that is absent is coded against zero.
-        residual: What coding lost before, which is added to the change. A tensor that is absent
+        reference: Tensors that both sides have, by the same names. The change is the difference
+            from them. A tensor that is absent counts as zero.
+        residual: Error of earlier coding, which is added to the change. A tensor that is absent
             adds nothing.
-        arrives: Boolean tensors of the same names and shapes, True at the values that arrive.
-            None if all do.
-
-    Returns:
-        The received tensors, the length of the message, and what is to be fed back.
-
-    Raises:
-        CodecError: The codec returned something that its contract does not allow.
     """
     sent = Flat.of(tensors)
-    start = Flat.of(_or_zero(tensors, reference))
-    change = sent.vector - start.vector
+    change = sent.vector - Flat.of(_or_zero(tensors, reference)).vector
     if residual:
         change += Flat.of(_or_zero(tensors, residual)).vector
+    return sent.same(change)
 
-    mask = None
-    if arrives is not None:
-        mask = Flat.of({name: arrives[name] for name in tensors}).vector
-    spec = ChangeSpec(sent.shapes, change.dtype, change.device, mask)
-    message = encoded(codec, change, spec, keys)
-    received = decoded(codec, message, spec)
 
-    error = sent.same(change - received).parts if codec.feedback else None
-    return Coded(sent.same(start.vector + received).parts, message.nbytes, error)
+def with_change(
+    shapes: Mapping[str, torch.Size], change: Tensor, reference: Weights = NOTHING
+) -> dict[str, Tensor]:
+    """Return named tensors after a change, in views of one vector.
+
+    Args:
+        shapes: Shape of every tensor by its name, in the order of the vector.
+        change: (value,) Change of all values.
+        reference: Tensors before the change. A tensor that is absent counts as zero.
+    """
+    start = Flat.of(
+        {
+            name: reference[name] if name in reference else change.new_zeros(shape)
+            for name, shape in shapes.items()
+        }
+    )
+    return start.same(start.vector + change).parts
 
 
 def _or_zero(tensors: Weights, values: Weights) -> dict[str, Tensor]:

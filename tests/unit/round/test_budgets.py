@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import fedquilt as fq
-from fedquilt.family.fitting import Fitter
 from fedquilt.errors import BudgetError, SubmodelError
 from fedquilt.family.cut import prefix
+from fedquilt.family.fitting import Fitter
 from fedquilt.methods import (
     METHODS,
     FedAvg,

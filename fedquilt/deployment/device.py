@@ -1,0 +1,357 @@
+"""A device: it answers requests of a server with its own samples and its own state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from fedquilt.data import FederatedData
+from fedquilt.data.parts import Parts
+from fedquilt.deployment.states import DeviceStates, Version
+from fedquilt.deployment.terms import Terms
+from fedquilt.engines.sequential import Sequential
+from fedquilt.errors import ConfigError, FedquiltError, FormatError
+from fedquilt.family import Family
+from fedquilt.family.cut import HeldWeights
+from fedquilt.hardware.precision import DTYPES, Precision
+from fedquilt.names import said
+from fedquilt.round.budgets import check_budgets, learner_of
+from fedquilt.round.client import first_names
+from fedquilt.round.device import (
+    columns_of,
+    device_link,
+    download_outline,
+    initial_needs,
+    reach_of,
+)
+from fedquilt.round.federation import Federation, World
+from fedquilt.round.fold import Merged
+from fedquilt.round.link import Outline, Packet, Transmission
+from fedquilt.round.training.batches import itinerary
+from fedquilt.round.training.learner import Learner
+from fedquilt.round.wire import (
+    Expected,
+    JobResult,
+    Message,
+    Received,
+    Reply,
+    Request,
+    packet_file,
+    read_packet,
+)
+from fedquilt.terms import ClientState, Job, Payload, Server, Submodel, Update, Weights
+
+
+@dataclass
+class OnDevice(Sequential):
+    """Engine that trains one client from what a request brought."""
+
+    # Weights that the client gets once, by the scope of the job
+    first: Mapping[str, Weights] = field(default_factory=dict)
+    # Shapes of the server's extras, by name
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.extra_shapes = {name: torch.Size(shape) for name, shape in self.shapes.items()}
+
+    def payload(self, server: Server, job: Job, learner: Learner) -> Payload:
+        """Return a payload without values, because those that arrived are in the device's link."""
+        return Payload(job.submodel, {}, first=self.first[job.submodel.scope])
+
+    def _begin_round(self, federation: Federation, server: Server, jobs: Sequence[Job]) -> None:
+        """Begin a round, or refuse its jobs. A device does not know the scopes of the server."""
+        self.begin(federation)
+        for job in jobs:
+            self.world.family.check(job.submodel, f"client {job.client.id}")
+        check_budgets(self.method, jobs, self.world)
+
+
+def _precision(request: Request) -> Precision:
+    """Return the precision of a request, or refuse one that is not known."""
+    for precision in DTYPES:
+        if precision == request.precision:
+            return precision
+    raise FormatError(
+        f"the request has the precision {request.precision[:20]!r}; known are {', '.join(DTYPES)}"
+    )
+
+
+class Collector:
+    """Stands in for a fold on a device: it keeps the updates of the client's jobs."""
+
+    def __init__(self) -> None:
+        self.updates: list[Update] = []
+
+    def add(self, update: Update) -> None:
+        """Keep an update."""
+        self.updates.append(update)
+
+    def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
+        """Refuse stacks, which no device trains."""
+        raise AssertionError("a device trains its jobs one after another")
+
+    def join(self, other: Collector) -> None:
+        """Keep the updates of another collector, too."""
+        self.updates += other.updates
+
+    def finish(self, server: Server) -> Merged:
+        """Refuse to merge, which only the server does."""
+        raise AssertionError("a device does not merge")
+
+
+class Device:
+    """One client of a federation, with samples that never leave it.
+
+    Args:
+        data: Samples of the device. All training samples are its own.
+        family: The model, traced or built from the code that the device has.
+        folder: Folder for the state between rounds. None: it is kept in memory.
+        device: Where tensors are trained.
+    """
+
+    def __init__(
+        self,
+        data: FederatedData,
+        family: Family,
+        folder: Path | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.data, self.family, self.folder = data, family, folder
+        self.device = device or torch.device("cpu")
+        self.trained = 0  # Requests that were trained, and not answered from a stored reply
+        self._states: dict[str, DeviceStates] = {}
+        self._families: dict[str, Family] = {}  # By fingerprint, as methods adapt them
+
+    def answer(self, message: Message) -> Message:
+        """Train what a request asks for, and return the reply.
+
+        A request that was answered before gets the same reply. A failure is a reply with a reason.
+        """
+        digest = message.digest
+        try:
+            request = Request.read(message)
+        except FedquiltError as error:
+            return Reply("", 0, -1, digest, failed=str(error)).message()
+        states = self._states_of(request.run)
+        version = states.load(request.round)
+        if version is not None and version.request == digest:
+            return version.reply
+        try:
+            return self._trained(request, message, digest, states)
+        except FedquiltError as error:
+            reason = str(error)
+        except Exception as error:  # A model or method of the user may raise anything.
+            reason = said(error)
+        failed = Reply(request.run, request.round, request.base, digest, failed=reason)
+        return failed.message()
+
+    def forget(self) -> None:
+        """Drop all state, as if the device were new."""
+        for states in self._states.values():
+            states.keep(set())
+        self._states.clear()
+
+    def _states_of(self, run: str) -> DeviceStates:
+        if run not in self._states:
+            if not run.isalnum():
+                raise FormatError(
+                    f"the run {run[:40]!r} has characters other than letters and digits"
+                )
+            self._states[run] = DeviceStates(None if self.folder is None else self.folder / run)
+        return self._states[run]
+
+    def _trained(
+        self, request: Request, message: Message, digest: str, states: DeviceStates
+    ) -> Message:
+        """Train a request from the version that it names, and save what that leaves."""
+        base = states.load(request.base) if request.base >= 0 else None
+        if request.base >= 0 and base is None:
+            reason = f"the state of round {request.base + 1} is lost"
+            lost = Reply(request.run, request.round, request.base, digest, failed=reason, anew=True)
+            return lost.message()
+        states.keep({request.base})
+        federation, jobs, engine, initial = self._prepared(request, message, base)
+        memory = {
+            (request.client.id, scope): state
+            for scope, state in (base.states if base else {}).items()
+        }
+        server = Server(request.round, {}, memory)
+        collector = Collector()
+        outcome = engine.train(federation, server, jobs, collector)
+        self.trained += 1
+
+        reply = self._reply(request, digest, federation, engine, collector.updates, outcome.losses)
+        files = tuple(
+            packet_file(federation.link.uploads[job.submodel.scope])  # type: ignore[attr-defined]
+            for job in jobs
+        )
+        answer = reply.message(files)
+        kept = {**(base.states if base else {})}
+        kept |= {scope: state for (_, scope), state in outcome.memory.items()}
+        positions, weights = initial
+        held = {scope: submodel.held for scope, submodel in positions.items()}
+        version = Version(
+            request.round, digest, answer, kept, HeldWeights(weights, held), positions
+        )
+        states.save(version, request.base)
+        return answer
+
+    def _prepared(
+        self, request: Request, message: Message, base: Version | None
+    ) -> tuple[
+        Federation, list[Job], OnDevice, tuple[dict[str, Submodel], dict[str, torch.Tensor]]
+    ]:
+        """Rebuild the federation and read the packets of a request."""
+        if len(message.files) != len(request.submodels):
+            raise FormatError(
+                f"the request has {len(request.submodels)} jobs and {len(message.files)} files"
+            )
+        terms = Terms.read(request.settings)
+        family = self._family(request, terms)
+        data = self._data(request.client.id)
+        precision = _precision(request)
+        public = data.to(self.device, DTYPES[precision]).public_samples
+        world = World(
+            family,
+            request.seed,
+            precision,
+            public,
+            terms.task,
+            request.num_clients,
+        )
+        federation = Federation(world, terms.method, terms.link)
+        jobs = [Job(request.client, submodel, request.round) for submodel in request.submodels]
+        if request.client.size != data.size(request.client.id):
+            raise ConfigError(
+                f"the server expects {request.client.size} samples; the device has "
+                f"{data.size(request.client.id)}."
+            )
+
+        arrived: dict[str, tuple[Packet | None, Outline]] = {}
+        first: dict[str, Weights] = {}
+        positions = dict(base.positions) if base else {}
+        weights = dict(base.initial) if base else {}
+        for number, job in enumerate(jobs):
+            scope = job.submodel.scope
+            learner = learner_of(terms.method, job, world)
+            state = base.states.get(scope) if base else None
+            received, outline = self._read(
+                request, message, number, federation, job, learner, state
+            )
+            arrived[scope] = received.packet, outline
+            first[scope] = received.first
+            if (submodel := request.initial[number]) is not None:
+                positions[scope] = submodel
+                weights |= {scope + name: value for name, value in received.initial.items()}
+        held = {scope: submodel.held for scope, submodel in positions.items()}
+        link = device_link(terms.link, arrived)
+        whole = Federation(world, terms.method, link, HeldWeights(weights, held))
+        engine = OnDevice(data, self.device, precision, first=first, shapes=request.extra_shapes)
+        return whole, jobs, engine, (positions, weights)
+
+    def _family(self, request: Request, terms: Terms) -> Family:
+        """Return the family of a request's method, or refuse a model that differs from it."""
+        if request.fingerprint not in self._families:
+            family = terms.method.adapt(self.family)
+            if family.layout.fingerprint != request.fingerprint:
+                raise ConfigError(
+                    f"the server's model has the layout {request.fingerprint}; the device's model "
+                    f"has {family.layout.fingerprint}. The same model would work on both sides."
+                )
+            self._families[request.fingerprint] = family
+        return self._families[request.fingerprint]
+
+    def _read(
+        self,
+        request: Request,
+        message: Message,
+        number: int,
+        federation: Federation,
+        job: Job,
+        learner: Learner,
+        state: ClientState | None,
+    ) -> tuple[Received, Outline]:
+        """Read the packet of one job."""
+        world = federation.world
+        transmission = Transmission(world, job)
+        extras = {name: torch.Size(shape) for name, shape in request.extra_shapes.items()}
+        outline = download_outline(federation, job, learner, extras)
+        reach = reach_of(federation.link, job.submodel, request.columns[number], transmission)
+        trainable = {*world.family.trainable}
+        known = {name for name in outline.weights if name in trainable}
+        submodel = request.initial[number]
+        initial = None
+        if submodel is not None:
+            initial = submodel, initial_needs(federation, job, learner)
+        expected = Expected(
+            outline,
+            reach,
+            transmission,
+            federation.link,
+            frozenset(known) if federation.link.tracks else frozenset(),
+            first_names(federation, job, learner, state) if learner.installs else (),
+            initial,
+        )
+        return read_packet(
+            message.files[number], expected, f"job {number + 1} of the request"
+        ), outline
+
+    def _reply(
+        self,
+        request: Request,
+        digest: str,
+        federation: Federation,
+        engine: OnDevice,
+        updates: Sequence[Update],
+        losses: Sequence[float],
+    ) -> Reply:
+        """Return what the device says about its jobs."""
+        world = federation.world
+        mask = engine.classes_held(request.client.id)
+        results = []
+        for update, loss in zip(updates, losses, strict=True):
+            job = update.job
+            learner = learner_of(federation.method, job, world)
+            batches = itinerary(request.client.size, learner.local, 0)
+            count = min(len(batches), learner.max_batches or len(batches))
+            member = world.family.member(job.submodel)
+            transmission = Transmission(world, job, up=True)
+            upload = learner.upload(member, job.submodel, mask)
+            packet = federation.link.uploads[job.submodel.scope]  # type: ignore[attr-defined]
+            columns = 0 if packet is None else columns_of(federation.link, upload, transmission)
+            extras = update.extras
+            results.append(
+                JobResult(
+                    columns,
+                    update.steps,
+                    count,
+                    loss,
+                    {name: tuple(value.shape) for name, value in extras.items()},
+                )
+            )
+        classes = tuple(mask.nonzero().flatten().tolist()) if world.task.has_classes else None
+        return Reply(
+            request.run,
+            request.round,
+            request.base,
+            digest,
+            tuple(results),
+            request.client.size,
+            classes,
+        )
+
+    def _data(self, client: int) -> FederatedData:
+        """Return the device's samples as those of the client with this number."""
+        count = len(self.data.targets)
+        sizes = torch.zeros(client + 1, dtype=torch.int64)
+        sizes[client] = count
+        return replace(
+            self.data,
+            parts=Parts.split(torch.arange(count), sizes),
+            test_parts=None,
+            validation_parts=None,
+        )

@@ -1,0 +1,83 @@
+"""Devices in one process: a courier with real devices and real bytes, and faults on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+
+from fedquilt.data import FederatedData
+from fedquilt.data.parts import Parts
+from fedquilt.deployment.device import Device
+from fedquilt.engines.flower.courier import Delivery
+from fedquilt.round.wire import Message
+
+
+class Faults(Protocol):
+    """Decides what happens to a reply on its way."""
+
+    def __call__(self, client: int, reply: Message) -> Sequence[Message | None]:
+        """Return the messages that arrive in place of a reply. None: one that got lost."""
+
+
+@dataclass
+class InProcess:
+    """Courier to devices in the same process. Only bytes pass between server and device."""
+
+    devices: Mapping[int, Device]
+    faults: Faults | None = None  # None: every reply arrives
+    offline: set[int] = field(default_factory=set)  # Clients that cannot be reached
+    bytes_down: int = 0  # Bytes of all requests
+    bytes_up: int = 0  # Bytes of all replies
+
+    def online(self) -> Sequence[int]:
+        """Return the clients that can be reached."""
+        return [client for client in sorted(self.devices) if client not in self.offline]
+
+    def exchange(self, requests: Mapping[int, Message], deadline: float) -> Iterator[Delivery]:
+        """Let every device answer, one after another.
+
+        Args:
+            requests: Request of each client, by its number.
+            deadline: Seconds that devices have. Devices in one process have as long as they need.
+        """
+        for client, request in requests.items():
+            if client in self.offline:
+                yield Delivery(client, None, "the device is offline")
+                continue
+            self.bytes_down += request.bytes
+            reply = self.devices[client].answer(request)
+            replies = [reply] if self.faults is None else self.faults(client, reply)
+            for arrived in replies:
+                if arrived is None:
+                    yield Delivery(client, None, "the reply got lost")
+                else:
+                    self.bytes_up += arrived.bytes
+                    yield Delivery(client, arrived)
+
+
+def own_data(data: FederatedData, client: int) -> FederatedData:
+    """Return the samples of one client alone, as its device has them.
+
+    Args:
+        data: Samples of all clients.
+        client: Number of the client.
+    """
+    rows = data.parts[client]
+    test_rows = torch.arange(1) if data.test_parts is None else data.test_parts[client]
+    return replace(
+        data,
+        inputs=data.inputs[rows],
+        targets=data.targets[rows],
+        test_inputs=data.test_inputs[test_rows],
+        test_targets=data.test_targets[test_rows],
+        clients=None,
+        test_clients=None,
+        domains=None,
+        test_domains=None,
+        parts=Parts.split(torch.arange(len(rows)), torch.tensor([len(rows)])),
+        test_parts=None,
+        validation_parts=None,
+    )

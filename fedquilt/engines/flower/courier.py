@@ -1,0 +1,36 @@
+"""The contract of what carries requests to devices and brings their replies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fedquilt.round.wire import Message
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A reply that arrived, or the reason why there is none."""
+
+    client: int
+    message: Message | None  # None: nothing arrived
+    reason: str = ""  # Why nothing arrived, such as "no reply within 60 s"
+
+
+class Courier(Protocol):
+    """Carries requests to devices and brings their replies. It does not look into messages."""
+
+    def online(self) -> Sequence[int]:
+        """Return the clients that can be reached now, in ascending order."""
+
+    def exchange(self, requests: Mapping[int, Message], deadline: float) -> Iterator[Delivery]:
+        """Send requests, and yield each reply when it arrives.
+
+        Every client is yielded at least once, with a reply or with the reason why there is none. A
+        reply may arrive twice, and may belong to an earlier request.
+
+        Args:
+            requests: Request of each client, by its number.
+            deadline: Seconds after which no more replies are awaited.
+        """

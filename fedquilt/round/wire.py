@@ -1,0 +1,535 @@
+"""Requests to devices and their replies, as bytes.
+
+A message is a JSON note and one safetensors file for each job. Nothing is pickled. Tensors are
+apart from the note, because the note belongs to one client, and the file of a cut is the same for
+all clients that train the same positions.
+
+A file is read in two steps. First its header is compared with what the job says: names, types and
+shapes. Memory is allocated only if they are equal. A reply states no positions. They follow from
+the job, the classes that the client has, and the number of columns that arrived.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedquilt.checks import whole
+from fedquilt.errors import BudgetError, FormatError
+from fedquilt.round.link import Link, Outline, Packet, Transmission
+from fedquilt.round.link.coding import NOTHING
+from fedquilt.round.link.packing import WEIGHTS
+from fedquilt.storage.files import Blob
+from fedquilt.storage.tensor_files import Entry, TensorFile, bounded_json
+from fedquilt.terms import Budget, Client, Payload, Submodel, Weights
+
+_SEAL = "sha256"  # Last key of a note
+_SEALED = re.compile(rb', "sha256": "([0-9a-f]{64})"\}$')
+VERSION = 1  # Version of the format. A device refuses any other.
+MAX_NOTE_BYTES = 4 << 20  # Largest note. A layout of ResNet-18 has 11 kB.
+MAX_NOTE_DEPTH = 24  # Nested brackets in a note
+MAX_REASON = 500  # Characters of a device's reason
+MAX_JOBS = 64  # Most jobs of one client in a round
+MAX_EXTRA_VALUES = 1 << 28  # Most values of an extra that is decoded
+
+
+@dataclass(frozen=True)
+class Message:
+    """A request or reply as bytes."""
+
+    note: bytes  # JSON. Its last key has a checksum of the whole message
+    files: tuple[bytes, ...] = ()  # safetensors, one for each job
+
+    @staticmethod
+    def of(plain: Mapping[str, Any], files: tuple[bytes, ...] = ()) -> Message:
+        """Return a message with a checksum.
+
+        Args:
+            plain: Values of the note.
+            files: Tensors of each job.
+        """
+        text = json.dumps(dict(plain)).encode()
+        seal = f', "{_SEAL}": "{_checksum(text, files)}"}}'.encode()
+        return Message(text[:-1] + seal, files)
+
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of the whole message."""
+        return _checksum(self.note, self.files)
+
+    @property
+    def bytes(self) -> int:
+        """Return the number of bytes."""
+        return len(self.note) + sum(map(len, self.files))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the server asks a device to train. Tensors are in the files of its message."""
+
+    run: str  # Identity of the run, which is the same after a resume
+    round: int  # Counted from 0
+    client: Client
+    submodels: tuple[Submodel, ...]  # One for each job
+    settings: Mapping[str, Any]  # Method, link and task as plain values
+    seed: int  # Random seed of the run
+    precision: str  # Precision of the run, such as "fp32"
+    fingerprint: str  # Of the layout
+    num_clients: int  # Clients of the fleet
+    base: int = -1  # Last round of this client that counted, from 0. -1: none
+    deadline: float = math.inf  # Seconds that the device has
+    # Columns of each job's download that arrive. None: all. 0: nothing arrives
+    columns: tuple[int | None, ...] = ()
+    # Positions of the initial weights in each job's file. None: the file has none
+    initial: tuple[Submodel | None, ...] = ()
+    # Shapes of the server's extras, by name
+    extra_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    layout: str = ""  # The layout as JSON, at first contact. Empty: the device has it
+    sample: Mapping[str, Any] = field(default_factory=dict)  # Shape, classes and scale of a sample
+
+    def message(self, files: tuple[bytes, ...]) -> Message:
+        """Return the request as bytes.
+
+        Args:
+            files: Tensors of each job (`packet_file`).
+        """
+        plain = {
+            "kind": "request",
+            "version": VERSION,
+            "run": self.run,
+            "round": self.round,
+            "client": _client_note(self.client),
+            "jobs": [
+                {
+                    "submodel": submodel.to_dict(),
+                    "columns": columns,
+                    "initial": None if initial is None else initial.to_dict(),
+                }
+                for submodel, columns, initial in zip(
+                    self.submodels, self.columns, self.initial, strict=True
+                )
+            ],
+            "settings": dict(self.settings),
+            "seed": self.seed,
+            "precision": self.precision,
+            "fingerprint": self.fingerprint,
+            "num_clients": self.num_clients,
+            "base": self.base,
+            "deadline": None if math.isinf(self.deadline) else self.deadline,
+            "extra_shapes": {name: list(shape) for name, shape in self.extra_shapes.items()},
+            "layout": self.layout,
+            "sample": dict(self.sample),
+        }
+        return Message.of(plain, files)
+
+    @staticmethod
+    def read(message: Message) -> Request:
+        """Read the note of a message.
+
+        Raises:
+            FormatError: It is no request, or one of another version.
+        """
+        plain = _read_note(message, "request")
+        jobs = plain.get("jobs")
+        if not isinstance(jobs, list) or not 1 <= len(jobs) <= MAX_JOBS:
+            raise FormatError(f"it has no list of 1 to {MAX_JOBS} jobs")
+        deadline = plain.get("deadline")
+        if deadline is not None and not _is_number(deadline):
+            raise FormatError("its deadline is no number")
+        shapes = plain.get("extra_shapes")
+        if not isinstance(shapes, dict) or not all(_is_shape(shape) for shape in shapes.values()):
+            raise FormatError("its extra_shapes are no table of shapes")
+        if not isinstance(plain.get("settings"), dict) or not isinstance(plain.get("sample"), dict):
+            raise FormatError("its settings or its sample are no table")
+        return Request(
+            run=_text(plain, "run"),
+            round=_whole(plain, "round"),
+            client=_read_client(plain.get("client")),
+            submodels=tuple(_submodel(job, "submodel") for job in jobs),
+            settings=plain["settings"],
+            seed=_whole(plain, "seed", least=-(2**63)),
+            precision=_text(plain, "precision"),
+            fingerprint=_text(plain, "fingerprint"),
+            num_clients=_whole(plain, "num_clients"),
+            base=_whole(plain, "base", least=-1),
+            deadline=math.inf if deadline is None else float(deadline),
+            columns=tuple(_columns(job) for job in jobs),
+            initial=tuple(
+                None if job.get("initial") is None else _submodel(job, "initial") for job in jobs
+            ),
+            extra_shapes={name: tuple(shape) for name, shape in shapes.items()},
+            layout=_text(plain, "layout"),
+            sample=plain["sample"],
+        )
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What a device says about one job, besides the tensors."""
+
+    columns: int | None  # Columns of the upload that arrive. None: all. 0: nothing arrives
+    steps: int  # Optimizer steps of the client in all rounds if it counts them, else in this round
+    batches: int  # Batches of this round
+    loss: float  # Mean training loss
+    extra_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a device answers to a request. It states no positions."""
+
+    run: str
+    round: int  # Counted from 0
+    base: int  # The base of the request
+    request: str  # Digest of the request
+    results: tuple[JobResult, ...] = ()  # One for each job
+    size: int = 0  # Training samples of the device
+    classes: tuple[int, ...] | None = None  # Classes of its samples. None: targets are no classes
+    failed: str = ""  # Reason why there are no results. Empty: there are
+    anew: bool = False  # True: the state of the base is lost, and the device has to start anew
+
+    def message(self, files: tuple[bytes, ...] = ()) -> Message:
+        """Return the reply as bytes.
+
+        Args:
+            files: Tensors of each job (`packet_file`). Empty: the device failed.
+        """
+        plain = {
+            "kind": "reply",
+            "version": VERSION,
+            "run": self.run,
+            "round": self.round,
+            "base": self.base,
+            "request": self.request,
+            "size": self.size,
+            "classes": None if self.classes is None else list(self.classes),
+            "failed": self.failed[:MAX_REASON],
+            "anew": self.anew,
+            "results": [
+                {
+                    "columns": result.columns,
+                    "steps": result.steps,
+                    "batches": result.batches,
+                    "loss": result.loss,
+                    "extra_shapes": {
+                        name: list(shape) for name, shape in result.extra_shapes.items()
+                    },
+                }
+                for result in self.results
+            ],
+        }
+        return Message.of(plain, files)
+
+    @staticmethod
+    def read(message: Message) -> Reply:
+        """Read the note of a message.
+
+        Raises:
+            FormatError: It is no reply, or one of another version.
+        """
+        plain = _read_note(message, "reply")
+        results = plain.get("results")
+        if not isinstance(results, list) or len(results) > MAX_JOBS:
+            raise FormatError(f"it has no list of at most {MAX_JOBS} results")
+        classes = plain.get("classes")
+        if classes is not None and (not _is_shape(classes) or classes != sorted(set(classes))):
+            raise FormatError("its classes are no ascending list of whole numbers")
+        failed = _text(plain, "failed")
+        if len(failed) > MAX_REASON:
+            raise FormatError(f"its reason has more than {MAX_REASON} characters")
+        if not isinstance(plain.get("anew"), bool):
+            raise FormatError("its anew is neither true nor false")
+        return Reply(
+            run=_text(plain, "run"),
+            round=_whole(plain, "round"),
+            base=_whole(plain, "base", least=-1),
+            request=_text(plain, "request"),
+            results=tuple(_read_result(result) for result in results),
+            size=_whole(plain, "size"),
+            classes=None if classes is None else tuple(classes),
+            failed=failed,
+            anew=plain["anew"],
+        )
+
+
+# --- tensors ------------------------------------------------------------------------------------
+
+
+def packet_file(
+    packet: Packet | None, first: Weights = NOTHING, initial: Weights = NOTHING
+) -> bytes:
+    """Return the tensors of one job as a safetensors file.
+
+    Args:
+        packet: What travels over the link. None: all of it got lost.
+        first: Weights that a client gets once, such as its private net. Links do not lose them.
+        initial: Weights before the first round that the client needs and does not receive.
+    """
+    tensors = {f"first/{name}": value for name, value in first.items()}
+    tensors |= {f"initial/{name}": value for name, value in initial.items()}
+    if packet is not None:
+        plain = packet.plain
+        tensors |= {f"weights/{name}": value for name, value in plain.weights.items()}
+        for slot, values in plain.slots.items():
+            tensors |= {f"slots/{slot}/{name}": value for name, value in values.items()}
+        tensors |= {f"extras/{name}": value for name, value in plain.extras.items()}
+        tensors |= {f"messages/{key}": value for key, value in packet.messages.items()}
+    return b"".join(Blob.of(tensors, None).chunks())
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a job says about its file, before the file is read."""
+
+    outline: Outline  # Names and positions of what was sent
+    reach: Submodel | None  # Positions that arrive. None: nothing does
+    transmission: Transmission
+    link: Link
+    known: frozenset[str] = frozenset()  # Weights that a codec codes as changes
+    first: tuple[str, ...] = ()  # Weights that the client gets once
+    # Positions and names of initial weights. None: the file has none
+    initial: tuple[Submodel, tuple[str, ...]] | None = None
+    # Types of weights and extras that differ from the type of weights, such as counters
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    @property
+    def coded_weights(self) -> frozenset[str]:
+        """Return the names of the weights that are in a message of the codec."""
+        codec = self.link.codec_of(self.transmission)
+        return self.known & {*self.outline.weights} if codec else frozenset()
+
+    @property
+    def is_coded(self) -> bool:
+        """Return True if the file has messages of the codec."""
+        outline = self.outline
+        has_state = bool(outline.slots or outline.coded_extras)
+        return bool(self.coded_weights) or (
+            has_state and self.link.codec_of(self.transmission) is not None
+        )
+
+
+@dataclass(frozen=True)
+class Received:
+    """The tensors of one job, as they were read from its file."""
+
+    packet: Packet | None  # What the link delivered. None: nothing
+    first: dict[str, Tensor]  # Weights that the client gets once
+    initial: dict[str, Tensor]  # Weights before the first round
+
+
+def read_packet(data: bytes, expected: Expected, title: str) -> Received:
+    """Read the tensors of one job.
+
+    The header is compared with the job before any tensor is allocated.
+
+    Args:
+        data: A safetensors file.
+        expected: What the job says about it.
+        title: Name of the file for messages.
+
+    Raises:
+        RecordError: A name, type, shape or length is not that of the job.
+    """
+    file = TensorFile.of(data, title)
+    problem = _difference(file.entries, _expected_entries(expected), expected.outline.extras)
+    if problem:
+        raise FormatError(f"{title} does not fit its job: {problem}.")
+    groups: dict[str, dict[str, Tensor]] = {group: {} for group in _GROUPS}
+    for path, value in file.tensors(expected.outline.device).items():
+        group, _, name = path.partition("/")
+        groups[group][name] = value
+    packet = None
+    if expected.reach is not None:
+        packet = _packet(expected, expected.reach, groups)
+    return Received(packet, groups["first"], groups["initial"])
+
+
+_GROUPS = ("first", "initial", "weights", "slots", "extras", "messages")
+
+
+def _packet(
+    expected: Expected, reach: Submodel, groups: Mapping[str, Mapping[str, Tensor]]
+) -> Packet:
+    """Return the packet that consists of named tensors, in the order of the outline."""
+    outline = expected.outline
+    slots: dict[str, dict[str, Tensor]] = {}
+    if not expected.is_coded:
+        slots = {
+            slot: {name: groups["slots"][f"{slot}/{name}"] for name in names}
+            for slot, names in outline.slots.items()
+        }
+    weights, extras = (
+        {name: groups[group][name] for name in names if name in groups[group]}
+        for group, names in (("weights", outline.weights), ("extras", tuple(outline.extras)))
+    )
+    plain = Payload(reach, weights, slots, extras, outline.coded_extras)
+    return Packet(plain, groups["messages"])
+
+
+def _expected_entries(expected: Expected) -> dict[str, Entry | None]:
+    """Return type and shape of every tensor by its path. None: bytes of any length."""
+    outline, world, reach = expected.outline, expected.transmission.world, expected.reach
+
+    def entry(name: str, shape: Sequence[int]) -> Entry:
+        return Entry(expected.dtypes.get(name, outline.dtype), tuple(shape), 0, 0)
+
+    def entries(kind: str, at: Submodel, names: tuple[str, ...]) -> dict[str, Entry | None]:
+        shapes = replace(outline, submodel=at).shapes(names, world)
+        return {f"{kind}/{name}": entry(name, shape) for name, shape in shapes.items()}
+
+    table = entries("first", outline.submodel, expected.first)
+    if expected.initial is not None:
+        table |= entries("initial", *expected.initial)
+    if reach is None:
+        return table
+
+    coded = expected.coded_weights
+    table |= entries("weights", reach, tuple(n for n in outline.weights if n not in coded))
+    if coded:
+        table[f"messages/{WEIGHTS}"] = None
+    if expected.is_coded:
+        table |= {f"messages/{kind}/{name}": None for _, kind, name, _ in outline.coded_state()}
+    else:
+        for slot, names in outline.slots.items():
+            table |= entries(f"slots/{slot}", reach, names)
+    for name, shape in outline.extras.items():
+        if not (expected.is_coded and name in outline.coded_extras):
+            table[f"extras/{name}"] = entry(name, shape)
+    return table
+
+
+def _difference(
+    found: Mapping[str, Entry],
+    wanted: Mapping[str, Entry | None],
+    extras: Mapping[str, Sequence[int]],
+) -> str:
+    """Describe the first difference between a header and what a job says. Empty: there is none."""
+    if unknown := sorted(found.keys() - wanted.keys()):
+        return f"it has {unknown[0]!r}, which the job does not have"
+    if missing := sorted(wanted.keys() - found.keys()):
+        return f"it lacks {missing[0]!r}"
+    for path, entry in found.items():
+        expected = wanted[path]
+        if expected is None:
+            if entry.dtype != torch.uint8 or len(entry.shape) != 1:
+                return f"{path!r} is no message: a vector of bytes would fit"
+        elif (entry.dtype, entry.shape) != (expected.dtype, expected.shape):
+            return (
+                f"{path!r} is {entry.dtype} {list(entry.shape)}; {expected.dtype} "
+                f"{list(expected.shape)} would fit"
+            )
+    too_large = [name for name, shape in extras.items() if math.prod(shape) > MAX_EXTRA_VALUES]
+    return f"the extra {too_large[0]!r} has too many values" if too_large else ""
+
+
+# --- notes --------------------------------------------------------------------------------------
+
+
+def _checksum(note: bytes, files: Sequence[bytes]) -> str:
+    """Return the SHA-256 of a note and of files, with the lengths of all parts."""
+    digest = hashlib.sha256()
+    for part in (note, *files):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _read_note(message: Message, kind: str) -> dict[str, Any]:
+    """Return the values of a note of this kind and version, if the message is intact."""
+    note = message.note
+    if len(note) > MAX_NOTE_BYTES:
+        raise FormatError(f"its note has {len(note):,} bytes; {MAX_NOTE_BYTES:,} are allowed")
+    seal = _SEALED.search(note)
+    if seal is None or _checksum(note[: seal.start()] + b"}", message.files) != seal[1].decode():
+        raise FormatError("it is damaged: its checksum differs from the one that was written")
+    plain = bounded_json(note, MAX_NOTE_DEPTH)
+    if not isinstance(plain, dict) or plain.get("kind") != kind:
+        raise FormatError(f"it is no {kind}")
+    if plain.get("version") != VERSION:
+        raise FormatError(
+            f"it has version {str(plain.get('version'))[:20]} of the format; this fedquilt reads "
+            f"version {VERSION}"
+        )
+    return plain
+
+
+def _client_note(client: Client) -> dict[str, Any]:
+    return {
+        "id": client.id,
+        "budget": client.budget.bounds,
+        "size": client.size,
+        "turn": client.turn,
+    }
+
+
+def _read_client(plain: Any) -> Client:
+    if not isinstance(plain, dict) or not isinstance(plain.get("budget"), dict):
+        raise FormatError("it has no client with a budget")
+    bounds = plain["budget"]
+    known = {"share", "macs", "params", "memory"}
+    if not bounds or not bounds.keys() <= known or not all(map(_is_number, bounds.values())):
+        raise FormatError(f"the budget of its client is no table of {', '.join(sorted(known))}")
+    try:
+        budget = Budget(**bounds)
+    except BudgetError as error:
+        raise FormatError(f"the budget of its client cannot be read: {error}") from error
+    return Client(_whole(plain, "id"), budget, _whole(plain, "size"), _whole(plain, "turn"))
+
+
+def _read_result(plain: Any) -> JobResult:
+    if not isinstance(plain, dict) or not _is_number(plain.get("loss")):
+        raise FormatError("a result has no loss")
+    shapes = plain.get("extra_shapes")
+    if not isinstance(shapes, dict) or not all(_is_shape(shape) for shape in shapes.values()):
+        raise FormatError("the extra_shapes of a result are no table of shapes")
+    return JobResult(
+        _columns(plain),
+        _whole(plain, "steps"),
+        _whole(plain, "batches"),
+        float(plain["loss"]),
+        {name: tuple(shape) for name, shape in shapes.items()},
+    )
+
+
+def _submodel(job: Any, key: str) -> Submodel:
+    if not isinstance(job, dict):
+        raise FormatError("a job is no table")
+    return Submodel.from_dict(job.get(key))  # type: ignore[arg-type]  # It refuses other types.
+
+
+def _columns(plain: Mapping[str, Any]) -> int | None:
+    columns = plain.get("columns")
+    if columns is not None and not whole(columns):
+        raise FormatError("the columns of a job are no whole number")
+    return columns
+
+
+def _whole(plain: Mapping[str, Any], key: str, least: int = 0) -> int:
+    value = plain.get(key)
+    if not isinstance(value, int) or not whole(value, least) or value >= 2**63:
+        raise FormatError(f"its {key} is no whole number from {least} on")
+    return value
+
+
+def _text(plain: Mapping[str, Any], key: str) -> str:
+    value = plain.get(key)
+    if not isinstance(value, str):
+        raise FormatError(f"its {key} is no text")
+    return value
+
+
+def _is_number(value: object) -> bool:
+    """Return True if a value is a finite number. Booleans do not count."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, list) and all(whole(size) and size < 2**40 for size in value)

@@ -1,0 +1,224 @@
+"""Devices whose replies get lost, come twice or belong to earlier rounds, and servers that die.
+
+Every schedule of faults ends with the weights and device states of a sequential run in which the
+same clients are absent in the same rounds, reconstructed from the records of the server alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+import fedquilt as fq
+from fedquilt.deployment.device import Device
+from fedquilt.deployment.in_process import InProcess
+from fedquilt.engines.flower.courier import Delivery
+from fedquilt.engines.sequential import Sequential
+from fedquilt.methods import FedAvg, FedBN, FedRolex, Scaffold, SplitMix
+from fedquilt.round.wire import Message
+from tests.conftest import with_local
+from tests.deployed import (
+    assert_same_states,
+    assert_same_training,
+    deployed,
+    device_states,
+    devices_of,
+)
+
+ROUNDS = 10
+CLIENTS = 4
+SHARES = (1.0, 0.5)
+METHODS = {
+    "fedrolex": FedRolex(),
+    "fedavg, kept momentum": FedAvg(),
+    "fedbn": FedBN(),
+    "scaffold": Scaffold(),
+    "splitmix": SplitMix(base=0.5),
+}
+LINKS = {
+    "perfect": fq.Link(),
+    "lossy": fq.Link(loss=fq.links.ColumnLoss(0.2, 0.3)),
+    "coded": fq.Link(codec=fq.links.Codec(bits=4, feedback=True, down=True)),
+}
+
+
+class ServerDiedError(Exception):
+    """The server process ended before it had saved the round."""
+
+
+@dataclass
+class Faulty(InProcess):
+    """Courier whose replies are lost, doubled, stale, damaged or out of order, by a seed."""
+
+    dice: random.Random = field(default_factory=random.Random)
+    folder: Path | None = None
+    family: fq.Family | None = None
+    old: dict[int, list[Message]] = field(default_factory=dict)  # Earlier replies, by client
+    asked: list[str] = field(default_factory=list)  # Digests of requests that reached a device
+    forgot: set[int] = field(default_factory=set)  # Clients that ever lost their state
+    num_forgotten: int = 0  # How often that happened
+
+    def exchange(self, requests: Mapping[int, Message], deadline: float) -> Iterator[Delivery]:
+        deliveries: list[Delivery] = []
+        for client, request in requests.items():
+            deliveries += self._one(client, request)
+        self.dice.shuffle(deliveries)
+        yield from deliveries
+        if self.dice.random() < 0.1:
+            raise ServerDiedError
+
+    def _one(self, client: int, request: Message) -> list[Delivery]:
+        fault = self.dice.choices(
+            [
+                "none",
+                "lost",
+                "offline",
+                "twice",
+                "stale",
+                "damaged",
+                "restart",
+                "forget",
+                "asked twice",
+            ],
+            [8, 2, 1, 1, 1, 1, 1, 1, 1],
+        )[0]
+        if fault == "offline":
+            return [Delivery(client, None, "offline")]
+        if fault == "restart":
+            self._restart(client)
+        if fault == "forget":
+            self.devices[client].forget()
+            self.forgot.add(client)
+            self.num_forgotten += 1
+        self.asked.append(request.digest)
+        reply = self.devices[client].answer(request)
+        if fault == "asked twice":
+            self.asked.append(request.digest)
+            assert self.devices[client].answer(request) == reply
+        earlier = self.old.setdefault(client, [])
+        arriving = {
+            "lost": [],
+            "twice": [reply, reply],
+            "stale": [*earlier[-1:], reply],
+            "damaged": [self._damaged(reply)],
+        }.get(fault, [reply])
+        earlier.append(reply)
+        return [Delivery(client, message) for message in arriving] or [
+            Delivery(client, None, "lost")
+        ]
+
+    def _restart(self, client: int) -> None:
+        """End the device's process: only its folder stays."""
+        device = self.devices[client]
+        assert device.folder is not None
+        new = Device(device.data, device.family, device.folder)
+        new.trained = device.trained
+        self.devices = {**self.devices, client: new}
+
+    def _damaged(self, reply: Message) -> Message:
+        """Flip a byte of the header or of the note."""
+        note = bytearray(reply.note)
+        note[self.dice.randrange(len(note))] ^= 1 << self.dice.randrange(7)
+        return Message(bytes(note), reply.files)
+
+
+@dataclass
+class WithAbsent(Sequential):
+    """The sequential engine with clients that are absent in some rounds, or start anew."""
+
+    absent: Mapping[int, set[int]] = field(default_factory=dict)  # Clients by round, from 0
+    anew: Mapping[int, set[int]] = field(default_factory=dict)
+
+    def _train(self, server, jobs, fold, outcome):
+        absent = self.absent.get(server.round, set())
+        forgotten = self.anew.get(server.round, set())
+        memory = {key: state for key, state in server.memory.items() if key[0] not in forgotten}
+        for key in list(server.memory):
+            if key[0] in forgotten and key[0] not in absent:
+                del server.memory[key]
+        outcome.missing |= dict.fromkeys(absent, "absent")
+        present = [job for job in jobs if job.client.id not in absent]
+        super()._train(replace(server, memory=memory), present, fold, outcome)
+
+
+def run_schedule(seed: int, family, data, play, tmp_path) -> tuple[fq.Run, fq.Run, Faulty]:
+    """Return a run with faults, and the sequential run with the same clients absent."""
+    dice = random.Random(seed)
+    name = dice.choice(list(METHODS))
+    link = LINKS[dice.choice(list(LINKS))]
+    method = with_local(
+        METHODS[name], batch_size=4, optimizer=fq.optimizers.SGD(lr=0.1, momentum=0.9)
+    )
+    if "momentum" in name:
+        method = method.with_local(keep_optimizer=True)
+    options = {"shares": SHARES, "link": link, "evaluation": fq.Evaluation(every=0)}
+    start = play(method, family, data, rounds=1, **options)
+
+    courier = Faulty(devices_of(family, data, tmp_path / str(seed)), dice=dice)
+    engine = deployed(start, family, data, courier)
+    fleet = fq.Fleet.of(SHARES, CLIENTS, CLIENTS)
+    run = fq.prepare(
+        method,
+        family,
+        data,
+        fleet,
+        engine,
+        evaluation=fq.Evaluation(every=0),
+        link=link,
+        precision="fp64",
+    )
+    while run.server.round < ROUNDS:
+        try:
+            run.train(ROUNDS)
+        except ServerDiedError:
+            continue
+    absent = {record.round - 1: set(record.attendance.absent) for record in run.records}
+    anew = {record.round - 1: set(record.attendance.anew) for record in run.records}
+    truth_engine = WithAbsent(data, precision="fp64", absent=absent, anew=anew)
+    truth = fq.prepare(
+        method,
+        family,
+        data,
+        fleet,
+        truth_engine,
+        evaluation=fq.Evaluation(every=0),
+        link=link,
+        precision="fp64",
+    )
+    truth.train(ROUNDS)
+    return truth, run, courier
+
+
+def check_schedule(seed, family, make_data, play, tmp_path):
+    data = make_data(family, (7, 4, 9, 5), public=0)
+    truth, run, courier = run_schedule(seed, family, data, play, tmp_path)
+    assert_same_training(truth, run)
+    states = device_states(courier, run, courier.forgot)
+    # A device that forgot, and has trained since without its round counting, starts anew next time.
+    present = {client for client, _ in states}
+    expected = {key: state for key, state in truth.server.memory.items() if key[0] in present}
+    assert set(range(CLIENTS)) - present <= courier.forgot | set(range(CLIENTS)) - {
+        client for client, _ in truth.server.memory
+    }
+    assert_same_states(expected, states)
+    trained = sum(device.trained for device in courier.devices.values())
+    # Nothing asked twice is trained twice, except by a device that has forgotten.
+    assert trained <= len(set(courier.asked)) + courier.num_forgotten
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_faults_cost_the_rounds_of_their_clients_and_nothing_else(
+    seed, perceptron, make_data, play, tmp_path
+):
+    check_schedule(seed, perceptron, make_data, play, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(100, 1100, 100))
+def test_a_thousand_schedules_of_faults(first, perceptron, make_data, play, tmp_path):
+    for seed in range(first, first + 100):
+        check_schedule(seed, perceptron, make_data, play, tmp_path)

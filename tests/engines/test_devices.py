@@ -1,0 +1,43 @@
+"""Every method on devices that are reached by bytes, against the sequential engine: fp64, 1e-9."""
+
+from __future__ import annotations
+
+import pytest
+
+import fedquilt as fq
+from fedquilt.methods import METHODS
+from tests.conftest import QUICK_METHODS, with_local
+from tests.deployed import (
+    assert_same_states,
+    assert_same_training,
+    device_states,
+    trained_both_ways,
+)
+from tests.engines.test_links import LINKS, RAGGED, SHARES, SHARP
+
+
+def both(name, family, play, make_data, **options):
+    method = with_local(METHODS[name](), batch_size=4, optimizer=SHARP)
+    data = make_data(family, RAGGED, labels=2)
+    fleet = fq.Fleet.of(SHARES, 6, cohort=5, dynamic=True)
+    return trained_both_ways(
+        method, family, data, play, fleet=fleet, evaluation=fq.Evaluation(every=0), **options
+    )
+
+
+@pytest.mark.parametrize("name", QUICK_METHODS)
+@pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
+def test_every_method_gives_the_same_numbers_on_devices(name, family, play, make_data):
+    truth, other, courier = both(name, family, play, make_data)
+    assert_same_training(truth, other)
+    assert_same_states(truth.server.memory, device_states(courier, other))
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("name", QUICK_METHODS)
+def test_every_method_over_every_link_gives_the_same_numbers_on_devices(
+    name, link, residual, play, make_data
+):
+    truth, other, courier = both(name, residual, play, make_data, link=LINKS[link])
+    assert_same_training(truth, other)
+    assert_same_states(truth.server.memory, device_states(courier, other))
