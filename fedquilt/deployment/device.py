@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -72,11 +73,12 @@ class OnDevice(Sequential):
 
 def _precision(request: Request) -> Precision:
     """Return the precision of a request, or refuse one that is not known."""
-    for precision in DTYPES:
+    known: tuple[Precision, ...] = get_args(Precision)
+    for precision in known:
         if precision == request.precision:
             return precision
     raise FormatError(
-        f"the request has the precision {request.precision[:20]!r}; known are {', '.join(DTYPES)}"
+        f"the request has the precision {request.precision[:20]!r}; known are {', '.join(known)}"
     )
 
 
