@@ -146,7 +146,7 @@ class Folder:
 
     def close(self) -> None:
         """Release the lock."""
-        os.close(self._lock)
+        self._lock.release()
 
     # --- while it runs ---------------------------------------------------------------------------
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedquilt.errors import ConfigError
 from fedquilt.runs.folder_files import check_folder
 from fedquilt.storage.files import make_folder, why
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 
 @contextmanager
@@ -22,11 +26,11 @@ def locked(path: Path) -> Iterator[None]:
     with writable(f"the folder {path} was asked for"):
         make_folder(path)
         check_folder(path)
-        handle = lock_folder(path)
+        lock = lock_folder(path)
     try:
         yield
     finally:
-        os.close(handle)
+        lock.release()
 
 
 @contextmanager
@@ -42,26 +46,26 @@ def writable(request: str) -> Iterator[None]:
         raise ConfigError(f"{request}; it cannot be written to: {why(error)}.") from error
 
 
-def lock_folder(path: Path) -> int:
+def lock_folder(path: Path) -> BaseFileLock:
     """Lock a folder and write the process id into the lock file, for messages of other processes.
 
-    The system releases the lock when the process ends, for whatever reason.
+    The system releases the lock when the process ends, for whatever reason. Windows lets no process
+    read or write a locked file, so that messages there do not name the process.
     """
-    import fcntl
+    from filelock import FileLock, Timeout
 
-    handle = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    file = path / "lock"
+    lock = FileLock(file, timeout=0, mode=0o644)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        owner = os.pread(handle, 32, 0).decode(errors="replace").strip()
-        os.close(handle)
+        lock.acquire()
+    except Timeout as error:
+        process = ""
+        with suppress(OSError):
+            process = file.read_text(errors="replace").strip()
         raise ConfigError(
-            f"the folder {path} was asked for; the run of process {owner or 'unknown'} is writing "
-            "there. Wait for it to end, or name another."
+            f"the folder {path} was asked for; the run of process {process or 'unknown'} is "
+            "writing there. Wait for it to end, or name another."
         ) from error
-    except OSError:
-        os.close(handle)
-        raise
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, str(os.getpid()).encode(), 0)
-    return handle
+    with suppress(PermissionError):
+        file.write_text(str(os.getpid()))
+    return lock

@@ -12,7 +12,6 @@ arguments of its own.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -23,6 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from fedquilt.errors import ConfigError, FedquiltError
 from fedquilt.names import is_file, is_in_module, module_files, split_file
@@ -287,9 +288,5 @@ def _locked() -> Iterator[None]:
     """
     folder = trusted_file().parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle = os.open(folder / "trusted.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    with FileLock(folder / "trusted.lock", mode=0o600):
         yield
-    finally:
-        os.close(handle)
