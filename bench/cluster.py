@@ -67,7 +67,7 @@ def prepare(clients: int, samples: int, workers: int = 0, chunks: int = 8) -> fq
 
 
 def play(run: fq.Run) -> float:
-    """Seconds of the next round. One more is announced than is played: the last would be evaluated."""
+    """Return the seconds of the next round, which is not the last, so that it is not evaluated."""
     rounds = run.server.round + 2
     played = fq.round.run_round(
         run.federation, run.server, run.fleet, run.engine, rounds, run.evaluation

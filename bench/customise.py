@@ -81,8 +81,8 @@ def main() -> None:
             run = fq.prepare(method, family, data, fq.Fleet.of(SHARES, 2, 1))
             model = run.customizable(SHARES)
             print(
-                f"{name:<22}{'set':>11}{'load':>11}{'load_model':>12}{'load / set':>14}{'forward':>11}{'alone':>10}"
-                f"{'differ by':>11}"
+                f"{name:<22}{'set':>11}{'load':>11}{'load_model':>12}{'load / set':>14}"
+                f"{'forward':>11}{'alone':>10}{'differ by':>11}"
             )
             separate = []
             for share in SHARES:

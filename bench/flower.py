@@ -219,7 +219,7 @@ def in_flower(work: Work, clients: int, rounds: int, cores: int) -> None:
 
 
 def in_pfl(work: Work, clients: int, rounds: int, cores: int) -> None:
-    """pfl's FederatedAveraging in its simulated backend: one client after another in this process."""
+    """Run pfl's FederatedAveraging in its simulated backend: clients in turn, in this process."""
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
     from pfl.algorithm.federated_averaging import FederatedAveraging

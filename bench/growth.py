@@ -90,7 +90,8 @@ def main() -> None:
             seconds = median(record.seconds for record in rounds[1:])
             macs = rounds[-1].macs / whole[-1].macs
             print(
-                f"{f'stage {stage + 1}{name}':<20}{seconds:>10.3f}{seconds / baseline:>8.2f}{macs:>16.2f}"
+                f"{f'stage {stage + 1}{name}':<20}{seconds:>10.3f}{seconds / baseline:>8.2f}"
+                f"{macs:>16.2f}"
             )
 
 

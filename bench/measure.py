@@ -1,4 +1,4 @@
-"""What the benchmarks share: random data, a clock, and the line that says where numbers come from."""
+"""Parts that benchmarks share: random data, a clock, and the line on the origin of numbers."""
 
 from __future__ import annotations
 

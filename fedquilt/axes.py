@@ -130,6 +130,10 @@ class Index(Mapping[str, Positions]):
     """Kept positions by axis. An axis that is not named is kept completely.
 
     An index is hashable, so that it can be the key of a dictionary.
+
+    Args:
+        items: Positions by the name of their axis, as a mapping or as pairs. Empty: every axis is
+            kept completely.
     """
 
     __slots__ = ("_hash", "_items")

@@ -71,7 +71,15 @@ def _problem(value: object, interval: str) -> str:
 
 
 def one_of(owner: object, /, **words: object) -> None:
-    """Raise one error that names all fields whose value is not among those of a Literal."""
+    """Raise one error that names all fields whose value is not among those of a Literal.
+
+    Args:
+        owner: Object that has the fields, usually a dataclass in its `__post_init__`.
+        **words: Literal of each field, such as `long=Cut`.
+
+    Raises:
+        ConfigError: Some fields have other values.
+    """
     problems = {
         name: f"{getattr(owner, name)!r} was asked for; it may be "
         f"{', '.join(map(repr, get_args(literal)))}."

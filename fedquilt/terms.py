@@ -221,7 +221,7 @@ class Budget:
         return replace(self, memory=None, share=share)
 
     def both(self, other: Budget) -> Budget:
-        """Return a budget that has the tighter of each bound of two budgets."""
+        """Return a budget that has the tighter of each bound of this budget and `other`."""
         values_by_name = {
             name: [value for value in (own_value, getattr(other, name)) if value]
             for name, own_value in vars(self).items()

@@ -1,4 +1,4 @@
-"""Small real things that many tests share: families that are traced in a moment, and data for them."""
+"""Small families that are traced in a moment, and data for them, which many tests share."""
 
 from __future__ import annotations
 

@@ -128,7 +128,9 @@ def parameter_findings(objects: Iterable[Any]) -> Iterator[Finding]:
             if function is None or isinstance(attribute, property) or not _is_written(function):
                 continue
             if name == "__init__" or name == "__call__":
-                text = f"{value.__doc__ or ''}\n\n{inspect.getdoc(function) or ''}"
+                # Cleaned one by one: a joined text would keep the indentation of the first.
+                documents = (value.__doc__, function.__doc__)
+                text = "\n\n".join(inspect.cleandoc(document or "") for document in documents)
             elif name.startswith("_"):
                 continue
             else:

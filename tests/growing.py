@@ -61,7 +61,7 @@ def plain() -> fq.Family:
 
 
 def part_of(name: str) -> str:
-    """Return the paper's name of the block or head that a weight is in: E1, E2, E3, G1, G2 or G3."""
+    """Return the paper's name of the block or head of a weight: E1, E2, E3, G1, G2 or G3."""
     for letter, prefixes in (("E", BLOCKS), ("G", HEADS)):
         for place, prefix in enumerate(prefixes, start=1):
             if name.startswith(prefix):

@@ -79,8 +79,8 @@ LONG_VARIANTS = (
     "tests/unit/runs/test_imports.py::test_training_needs_no_further_packages",
     "tests/unit/deploy/test_export.py::test_attention_and_tokens[transformer_lm-onnx]",
     "tests/unit/deploy/test_export.py::test_an_exported_file_has_the_outputs_of_the_deployed_module[ensemble-onnx-post]",
-    "tests/unit/deploy/test_export.py::test_an_exported_file_has_the_outputs_of_the_deployed_module[one "
-    "net-onnx-batch]",
+    "tests/unit/deploy/test_export.py::"
+    "test_an_exported_file_has_the_outputs_of_the_deployed_module[one net-onnx-batch]",
     "tests/unit/test_noise.py::test_dirichlet_shares_have_the_distribution[0.5]",
     "tests/unit/test_noise.py::test_dirichlet_shares_have_the_distribution[1.0]",
     "tests/unit/test_noise.py::test_dirichlet_shares_have_the_distribution[7.0]",

@@ -425,11 +425,11 @@ class Pool:
         return self.samples(torch.arange(min(2, len(self.inputs))))
 
     def samples(self, rows: Tensor) -> Tensor:
-        """Return the training samples at some positions as a model gets them."""
+        """Return the training samples at the positions `rows` (sample,) as a model gets them."""
         return self._seen(self.inputs[rows])
 
     def test_samples(self, rows: Tensor) -> Tensor:
-        """Return the test samples at some positions as a model gets them."""
+        """Return the test samples at the positions `rows` (sample,) as a model gets them."""
         return self._seen(self.test_inputs[rows])
 
     @property

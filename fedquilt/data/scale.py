@@ -78,7 +78,7 @@ class Scale:
         return (stored.to(self.mean.dtype) - self.mean) / self.std
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Scale:
-        """Return the normalisation on a device, in a floating-point type."""
+        """Return the normalisation on a device, in the floating-point type `dtype`."""
         return Scale(self.mean.to(device, dtype), self.std.to(device, dtype))
 
 

@@ -1,4 +1,4 @@
-"""From an nn.Module to smaller networks of any width and variant.
+"""Smaller networks of any width and variant, made from an nn.Module.
 
 tracing/       find the axes of a module: `trace`
 family         `Family`: all members of a traced module

@@ -74,10 +74,11 @@ class TrainingStep:
     Example:
         >>> import fedquilt as fq
         >>> import torch
+        >>> from fedquilt.methods.api import TrainingStep
         >>> family = fq.trace(torch.nn.Linear(4, 2), torch.zeros(1, 4))
-        >>> family.cost(family.whole, fq.TrainingStep(batch_size=8, slots=0)).memory
+        >>> family.cost(family.whole, TrainingStep(batch_size=8, slots=0)).memory
         208
-        >>> family.cost(family.whole, fq.TrainingStep(batch_size=8, slots=2)).memory  # Adam
+        >>> family.cost(family.whole, TrainingStep(batch_size=8, slots=2)).memory  # Adam
         288
     """
 

@@ -40,7 +40,7 @@ MAX_CACHED_CUTS = 16  # Cuts whose positions in a vector are cached, about those
 
 @lru_cache(maxsize=1024)
 def prefix(arch: Arch) -> Submodel:
-    """Return the sub-model of the first channels of every axis (HeteroFL)."""
+    """Return the sub-model with the first channels of every axis, as wide as `arch` (HeteroFL)."""
     return Submodel(arch, Index({axis: Positions.prefix(width) for axis, width in arch.widths}))
 
 
@@ -194,7 +194,7 @@ class Cutter:
         return self._having[axes]
 
     def kernels(self, arch: Arch) -> int:
-        """Return a member's size as the number of outputs of its matrices and convolutions.
+        """Return the size of `arch` as the number of outputs of its matrices and convolutions.
 
         FedRolex counts sizes like this (appendix A.3).
         """
@@ -216,7 +216,7 @@ class Cutter:
         return is_whole(self.rows(name, index, within))
 
     def is_flat(self, weight: Tensor) -> bool:
-        """Return True if weights on this device are cut at once, as parts of one vector."""
+        """Return True if weights on the device of `weight` are cut at once, as one vector."""
         return weight.is_cuda if self.flat is None else self.flat
 
     # --- many weights at once --------------------------------------------------------------------
@@ -466,12 +466,12 @@ class Cutter:
         return result
 
     def common(self, first: Index, second: Index) -> Index:
-        """Return the positions that two cuts share, in the order of `first`."""
+        """Return the positions that `first` and `second` share, in the order of `first`."""
         axes = dict.fromkeys((*first, *second))  # The order is the same in every process.
         return Index({axis: self._at(first, axis).keep(self._at(second, axis)) for axis in axes})
 
     def union(self, first: Index, second: Index) -> Index:
-        """Return the smallest cut that has the positions of both, in ascending order."""
+        """Return the smallest cut that has all positions of `first` and `second`, ascending."""
         # An axis that one of them keeps whole stays whole.
         axes = [axis for axis in first if axis in second]
         return Index(

@@ -233,9 +233,10 @@ def is_adjustable(module: nn.Module, kind: type[Adjustable] = Adjustable) -> boo
 
 
 def set_robustness(module: nn.Module, robustness: float) -> nn.Module:
-    """Set λ for all later forward passes of a module: 0 is the clean net, 1 the noised one.
+    """Set the robustness λ for all later forward passes of a module.
 
-    The module is changed in place, and returned.
+    It is in [0, 1]: 0 is the clean net, 1 the noised one. The module is changed in place, and
+    returned.
     """
     if not isinstance(robustness, Real) or not 0 <= robustness <= 1:
         shown = repr(robustness)

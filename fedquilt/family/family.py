@@ -84,8 +84,8 @@ class Family(TracedModel):
     def depends_on_batch(self, mode: Pass) -> bool:
         """Return True if a sample's output depends on the other samples of the batch.
 
-        It does if a batch norm uses the statistics of the batch in this pass, or if the forward
-        itself mixes samples.
+        It does if a batch norm uses the statistics of the batch in a pass of this `mode`, or if the
+        forward itself mixes samples.
         """
         if self.layout.nets:
             return any(self.alone(variant).depends_on_batch(mode) for variant in self.variants)
@@ -141,8 +141,9 @@ class Family(TracedModel):
     def has_class_rows(self, variant: str) -> bool:
         """Return True if a client may send only the output rows of its own classes.
 
-        It may not if a tied embedding has the class axis, because a token that is only read trains
-        its row too. Tied weights of other nets of a union do not matter.
+        `variant` names the net of a union that the client trains. It has no effect on other models.
+        The client may not if a tied embedding has the class axis, because a token that is only read
+        trains its row too. Tied weights of other nets of a union do not matter.
         """
         if "class" not in self.layout.axes:
             return False
@@ -220,7 +221,7 @@ class Family(TracedModel):
         return {}
 
     def alone(self, variant: str) -> Family:
-        """Return the family of one net of a union.
+        """Return the family of one net of a union, which `variant` names.
 
         Weights and axes have the names that they have in the net's own module.
         """
@@ -350,7 +351,7 @@ class Family(TracedModel):
         return {}
 
     def part(self, submodel: Submodel, share: float) -> Submodel:
-        """Return the part of a sub-model that has `share` of the whole model.
+        """Return the part of `submodel` that has `share` of the whole model.
 
         It has the first channels in the sub-model's order.
         """
@@ -454,7 +455,10 @@ class Family(TracedModel):
     # --- on disk ---------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the layout to a file, so that another machine can train members without tracing."""
+        """Write the layout to `path` as JSON.
+
+        Another machine can then train members without tracing.
+        """
         Path(path).write_text(self.layout.to_json())
 
     @staticmethod

@@ -145,7 +145,7 @@ class Member:
         return self.family.layout.sizes | self.arch.sizes
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a weight."""
+        """Return the shape of the weight with this name."""
         return self.family.layout.shape(name, self.sizes)
 
     @property
@@ -213,7 +213,7 @@ class Member:
         return self.nets[0] if self.nets else self
 
     def is_part_of(self, other: Member) -> bool:
-        """Return True if another member combines several nets of a union, one of which is this."""
+        """Return True if `other` combines several nets of a union, one of which is this."""
         key = self.arch.variant, self.arch.widths
         return any((net.arch.variant, net.arch.widths) == key for net in other.nets)
 
@@ -255,7 +255,7 @@ class Member:
     def check_net(self, modes: Sequence[Pass]) -> None:
         """Refuse a member whose net, which clients train, differs from its module.
 
-        Each member is compared once in each mode.
+        Each member is compared once in each of `modes`, such as the pass of a training step.
         """
         unchecked = [mode for mode in modes if mode not in self._known.compared]
         if unchecked:
@@ -328,7 +328,7 @@ class Member:
         return {name: weight for name, weight in self.family.parameters.items() if name in names}
 
     def activations(self, batch_size: int) -> int:
-        """Return about how many bytes a training step on a batch saves, in float32.
+        """Return about how many bytes a training step on `batch_size` samples saves, in float32.
 
         They are assumed to grow linearly with the batch, so that one count serves all batch sizes.
         Engines use it for planning.

@@ -126,7 +126,7 @@ class NormPolicy:
         return self.owner == "client" or self.affine == "local"
 
     def kept(self, model: Norms) -> frozenset[str]:
-        """Return the names of the weights that stay on a client, neither sent nor received."""
+        """Return the names of the weights of `model` that a client neither sends nor receives."""
         statistics = frozenset(model.statistics)
         affine = frozenset(model.parts.get("norm", ())) - statistics
         kept_statistics = statistics if self.keeps_statistics else frozenset()

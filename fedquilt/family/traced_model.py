@@ -129,7 +129,7 @@ class TracedModel:
         return {axis for axis in axes if not self.layout.axes[axis].fixed}
 
     def traced_state(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return copies of weights and buffers of the traced module, by name."""
+        """Return copies of the weights and buffers of the traced module that `names` lists."""
         return tensors_of(self._module, names)
 
     def holding(self, variant: str) -> nn.Module:

@@ -102,7 +102,7 @@ def joined(*variants: str) -> str:
 
 
 def members_of(variant: str) -> tuple[str, ...]:
-    """Return the variants that a joined name consists of."""
+    """Return the variants that the joined name `variant` consists of."""
     return tuple(variant.split(JOIN))
 
 

@@ -41,7 +41,9 @@ def _states() -> dict[str, object]:
 def random_state(seed: int) -> Iterator[None]:
     """Seed the global generators of Python, NumPy and torch, and restore their states later."""
     old_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    on_gpu: list[torch.Tensor] = []
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        on_gpu = torch.cuda.get_rng_state_all()
     random.seed(seed)
     np.random.seed(seed)
     # `torch.manual_seed` would also seed CUDA as soon as it starts.

@@ -187,11 +187,11 @@ class DSFL(Prototypes):
         return replace(super().init(world), extras=extras)
 
     def draw(self, world: World) -> int:
-        """Return the number of public samples that are drawn for each round, or 0 for all."""
+        """Return the number of public samples of the world drawn for each round, or 0 for all."""
         return self.samples if self.samples < world.num_public else 0
 
     def shape(self, world: World) -> tuple[int, ...]:
-        """Return the shape of predictions: (drawn public sample, class, …)."""
+        """Return the shape of predictions in this world: (drawn public sample, class, …)."""
         return (num_drawn(self.samples, world.num_public), *world.family.output_shape[1:])
 
     @override

@@ -184,7 +184,7 @@ class FedET(Prototypes):
         return largest((self.server_net(world), *self.nets(world)), budget, world, step)
 
     def server_net(self, world: World) -> Submodel:
-        """Return the net that the server trains."""
+        """Return the net of the family in `world` that the server trains."""
         if world.family.layout.nets:
             return Submodel(world.family.whole, Index(), _SERVER)
         return Submodel(world.family.fit(Budget(share=self.server_share)), Index(), _SERVER)

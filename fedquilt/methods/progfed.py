@@ -213,6 +213,10 @@ class ProgFed(Method):
         """Return the variant that a round runs, and the parts of it that are trained.
 
         An empty tuple of parts means that all are trained.
+
+        Args:
+            round: Round, from 0.
+            world: World of the run, whose family has the stages and whose seed draws them.
         """
         last = num_stages(world.family)
         moment = self.moment(round, last)

@@ -116,13 +116,13 @@ class Prototypes(Method):
         return weights
 
     def nets(self, world: World) -> tuple[Submodel, ...]:
-        """Return the prototypes, the largest first."""
+        """Return the prototypes of the family in `world`, the largest first."""
         if world.family.layout.nets:
             return architectures(world.family)
         return tuple(self.prototype(share, world) for share in self.prototypes)
 
     def prototype(self, share: float, world: World) -> Submodel:
-        """Return the prototype of a share, with all weights of its scope."""
+        """Return the prototype of a share of the family in `world`, with its own scope."""
         return Submodel(world.family.fit(Budget(share=share)), Index(), f"share{share:g}/")
 
     @override
@@ -168,7 +168,7 @@ class Prototypes(Method):
         return super().fit(budget, world, rounding)
 
     def trained_net(self, budget: Budget, world: World) -> Submodel:
-        """Return the largest net of a union that a client can train."""
+        """Return the largest net of a union in `world` that a client with `budget` can train."""
         return largest(self.nets(world), budget, world, self._step_within(budget, world))
 
     def net_for(self, budget: Budget, world: World, step: TrainingStep | None = None) -> Submodel:

@@ -286,6 +286,10 @@ class RaFL(Method):
     def private_for(self, budget: Budget, world: World) -> str:
         """Return the name of the private net with the most multiply-adds within the limits.
 
+        Args:
+            budget: Limits of the device for a training step.
+            world: World of the run, whose family has the private nets.
+
         Raises:
             BudgetError: The limits are a share below 1, or allow none of the nets.
         """

@@ -136,7 +136,7 @@ class UNet(nn.Module):
     def forward_stage(self, stage: int, x: Tensor) -> Tensor:
         """Return the logits of the U-Net that has the outer `stage` levels alone.
 
-        They have the resolution of the input.
+        They have the resolution of the input `x` (sample, channel, …).
         """
         check_size(tuple(x.shape[2:]), len(self.decoder))
         levels = [self.encoder[0](x)]

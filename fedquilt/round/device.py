@@ -7,7 +7,7 @@ end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -116,7 +116,7 @@ def upload_outline(
     job: Job,
     learner: Learner,
     classes: Tensor,
-    extras: Mapping[str, torch.Size],
+    extras: Mapping[str, Sequence[int]],
 ) -> Outline:
     """Return the names and positions of a job's upload.
 

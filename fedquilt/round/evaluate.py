@@ -108,7 +108,7 @@ class Evaluation:
         return data if self.on == "test" else data.on_validation()
 
     def validates(self, engine: Engine) -> bool:
-        """Return True if nets are tested on validation samples in addition to the test set."""
+        """Return True if `engine` tests nets on validation samples in addition to the test set."""
         return self.best and self.on == "test" and engine.has_validation
 
     def due(self, round: int, rounds: int) -> bool:

@@ -61,7 +61,7 @@ class Fold(Protocol):
         """
 
     def join(self, other: Self) -> None:
-        """Add the partial result of another worker."""
+        """Add the partial result of another worker, whose fold is `other`."""
 
     def finish(self, server: Server) -> Merged:
         """Return the new weights, slots and extras of the server."""

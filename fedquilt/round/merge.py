@@ -347,7 +347,7 @@ class ExtrasMean:
         self._sums[name] = total + value, count + weight
 
     def join(self, other: Self) -> None:
-        """Add the partial sums of another worker."""
+        """Add the partial sums of another worker, which `other` holds."""
         for name, (value, weight) in other._sums.items():
             self._add(name, value, weight)
 
@@ -360,7 +360,7 @@ class ExtrasMean:
 
 
 def as_weights(server: Server, slot: str) -> Server:
-    """Return a state in which a slot replaces the weights, for the fold of the slot."""
+    """Return the state `server` with a slot in place of the weights, for the fold of the slot."""
     if slot not in server.slots:
         raise ConfigError(
             f"a fold of the slot {slot!r} was asked for; the server has {sorted(server.slots)}. "

@@ -166,15 +166,15 @@ class Method(OptionalSteps):
     def initial(self, world: World) -> dict[str, Tensor]:
         """Return all weights before the first round, by scope and name, on the CPU.
 
-        They depend on the random seed only.
+        They depend on the random seed of the world only.
         """
         return world.family.init(world.seed, dtype=world.dtype)
 
     def init(self, world: World) -> Server:
         """Return the server's state before the first round.
 
-        By default it has the initial weights, and the norm statistics that the server averages. A
-        method with slots or extras adds their first values.
+        By default it has the initial weights of the family in `world`, and the norm statistics that
+        the server averages. A method with slots or extras adds their first values.
         """
         family = world.family
         if self.local.adversarial and self.local.adversarial.draws and not family.conditioned:
@@ -229,7 +229,12 @@ class Method(OptionalSteps):
         return world.family.share(budget, rounding, self._step_within(budget, world))
 
     def runnable_share(self, budget: Budget, world: World) -> float:
-        """Return the share of every axis that a device can run. Memory is that of inference."""
+        """Return the share of every axis that a device can run.
+
+        Args:
+            budget: Budget of the device. Its memory is that of inference.
+            world: World of the run, which has the family.
+        """
         return world.family.share(budget)
 
     def without_memory(self, budget: Budget, world: World, trains: bool) -> Budget:
@@ -253,8 +258,9 @@ class Method(OptionalSteps):
     def training_step(self, world: World) -> TrainingStep:
         """Return the quantities of a local step with the whole model that memory depends on.
 
-        For a narrower client, nested nets that are wider than its own are left out. Override this
-        if narrower clients run nets that the learner of the whole model does not name.
+        The model and the precision are those of `world`. For a narrower client, nested nets that
+        are wider than its own are left out. Override this if narrower clients run nets that the
+        learner of the whole model does not name.
         """
         job = Job(Client(0, Budget(share=1.0)), prefix(world.family.whole), 0)
         learner = learner_of(self, job, world)
@@ -299,6 +305,10 @@ class Method(OptionalSteps):
         """Return the share of the client's net, by which `local.scaler` divides hidden outputs.
 
         The whole net has share 1, whatever the client's budget.
+
+        Args:
+            job: Job of the client, which has its budget and its sub-model.
+            world: World of the run, which has the family of the whole net.
         """
         if job.submodel.arch == world.family.whole:
             return 1.0
@@ -384,6 +394,6 @@ def whatever_the_budget(share: float) -> str:
 
 
 def narrower(member: Arch, limit: Arch) -> Arch:
-    """Return a member with every axis at most as wide as in another member."""
+    """Return a member with every axis at most as wide as in the member `limit`."""
     widths = tuple((axis, min(width, limit.sizes[axis])) for axis, width in member.widths)
     return replace(member, widths=widths)

@@ -74,14 +74,19 @@ class OptionalSteps:
         return self
 
     def turns(self, world: World) -> tuple[int, ...]:
-        """Return the rounds, counted from 0, in which plans change.
+        """Return the rounds of a run in `world`, counted from 0, in which plans change.
 
         Budgets and nets are checked for each of them before the first round.
         """
         return (0,)
 
     def status(self, round: int, world: World) -> str:
-        """Return a short text on a round, counted from 0, for progress lines. It may be empty."""
+        """Return a short text on a round for progress lines. It may be empty.
+
+        Args:
+            round: Round, from 0.
+            world: World of the run.
+        """
         return ""
 
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
@@ -104,6 +109,10 @@ class OptionalSteps:
         A score is the task's main figure, negated if lower is better, so that a higher score is
         always better. It is measured on validation samples (`FederatedData.with_validation`), or on
         training samples if clients hold back none.
+
+        Args:
+            server: State of the server that is tested or deployed.
+            world: World of the run, which has the family.
         """
         return ()
 

@@ -120,7 +120,8 @@ class Spill(Log):
             self._file = self._new()
 
     def _new(self) -> BinaryIO:
-        file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (it lives as long as the log)
+        # The file is open as long as the log exists.
+        file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
         finalize(self, file.close)
         return file
 

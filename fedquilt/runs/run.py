@@ -391,6 +391,22 @@ class Run(Trained):
         Raises:
             BudgetError: No sub-model fits the budget.
             ConfigError: The state, the client or the samples that were asked for are not available.
+
+        Example:
+            >>> import torch
+            >>> import fedquilt as fq
+            >>> samples = torch.arange(96.0).reshape(24, 4) / 96, torch.arange(24) % 2
+            >>> data = fq.data.Pool.of(samples, test=samples).partition(2)
+            >>> layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)
+            >>> family = fq.trace(torch.nn.Sequential(*layers), data.example)
+            >>> fleet = fq.Fleet.of([1.0, 0.5], num_clients=2)
+            >>> run = fq.run(fq.methods.HeteroFL(), family, data, fleet, rounds=1)
+            >>> run.deploy(share=0.5)
+            Sequential(
+              (0): Linear(in_features=4, out_features=4, bias=True)
+              (1): ReLU()
+              (2): Linear(in_features=4, out_features=2, bias=True)
+            )
         """
         device_budget = budget_of("deploy", budget, share)
         run = self if round is None else self.at(round)
@@ -416,6 +432,19 @@ class Run(Trained):
 
         Raises:
             ExportError: The format cannot hold the model, or the file has other outputs.
+
+        Example:
+            >>> import torch
+            >>> import fedquilt as fq
+            >>> samples = torch.arange(96.0).reshape(24, 4) / 96, torch.arange(24) % 2
+            >>> data = fq.data.Pool.of(samples, test=samples).partition(2)
+            >>> layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)
+            >>> family = fq.trace(torch.nn.Sequential(*layers), data.example)
+            >>> fleet = fq.Fleet.of([1.0, 0.5], num_clients=2)
+            >>> run = fq.run(fq.methods.HeteroFL(), family, data, fleet, rounds=1)
+            >>> exported = run.export("half.safetensors", share=0.5)
+            >>> exported.format, exported.share, exported.params
+            ('safetensors', 0.5, 30)
         """
         from fedquilt.deploy.export import export
 

@@ -334,8 +334,10 @@ class TensorFile:
                 tensor = torch.empty(entry.shape, dtype=entry.dtype)
                 raw = tensor.reshape(-1).view(torch.uint8)
                 view = raw.numpy().data
-                if entry.size and self._stream.readinto(view) != entry.size:  # type: ignore[attr-defined]
-                    raise FormatError(f"it ends within {name}")
+                if entry.size:
+                    num_bytes = self._stream.readinto(view)  # type: ignore[attr-defined]
+                    if num_bytes != entry.size:
+                        raise FormatError(f"it ends within {name}")
                 if entry.dtype == torch.bool and entry.size and int(raw.max()) > 1:
                     raise FormatError(f"{name} is BOOL, and has bytes other than 0 and 1")
                 if digest:

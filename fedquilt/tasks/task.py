@@ -307,7 +307,7 @@ class Task(ABC):
         return named.get(name) or named.get(name.removeprefix("local_")) or self.main
 
     def values(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the metrics from sums over all batches, by name."""
+        """Return the metrics by name, from `totals`, which are their sums over all batches."""
         return {
             metric.name: metric.value(totals[metric.name])
             for metric in self.measured

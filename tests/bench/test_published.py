@@ -1,4 +1,4 @@
-"""The released codes' way that benchmarks compare with is HeteroFL: the same numbers as fedquilt's."""
+"""The released code that benchmarks compare with is HeteroFL: it has the numbers of fedquilt."""
 
 from __future__ import annotations
 

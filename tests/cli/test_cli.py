@@ -67,42 +67,6 @@ SUMMARY = {
 }
 ROUND = {"round", "seconds", "clients", "bytes_down", "bytes_up", "macs", "loss"}
 
-OWN = """
-from __future__ import annotations
-from dataclasses import dataclass, replace
-import torch
-from torch import nn
-import fedquilt as fq
-print("a module may talk")
-
-@dataclass(frozen=True)
-class Mine(fq.methods.Method):
-    pace: int = 1
-
-def method():
-    return Mine(local=fq.LocalTraining(optimizer=fq.optimizers.SGD(lr=0.03), batch_size=5))
-
-def net(num_classes):
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, num_classes))
-
-def pool():
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(60, 1, 8, 8, generator=generator), torch.arange(60) % 3
-    return fq.data.Pool.of((x, y), (x, y))
-
-def data():
-    return pool().partition(6)
-
-def homes():
-    return replace(pool(), test_domains=torch.arange(60) % 2, domain_names=("mnist", "syn")).partition(6)
-
-def nothing():
-    return 3
-
-def broken():
-    raise ValueError("on purpose")
-"""
-
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -112,13 +76,6 @@ def command(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         line, capture_output=True, text=True, env=ENVIRONMENT, check=False, **options
     )
-
-
-@pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "mine.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 OWN_METHOD = '''
@@ -550,9 +507,10 @@ def test_every_flag_is_a_setting(own: Path) -> None:
     Path("a.toml").write_text(SETTINGS)
     Path("x").touch()
     values: dict[str, Any] = {
-        "method": "fedavg", "model": ("tiny_resnet",), "data": "digits", "engine": "vectorized", "device": "cpu",
-        "precision": "fp64", "rounds": 7, "seed": 8, "init": "x", "clients": 9, "cohort": 0.25, "labels": 4,
-        "lr": 0.7, "batch_size": 3, "epochs": 5, "track": ("tensorboard",), "link": "lq8", "task": "classification",
+        "method": "fedavg", "model": ("tiny_resnet",), "data": "digits",
+        "engine": "vectorized", "device": "cpu", "precision": "fp64", "rounds": 7, "seed": 8,
+        "init": "x", "clients": 9, "cohort": 0.25, "labels": 4, "lr": 0.7, "batch_size": 3,
+        "epochs": 5, "track": ("tensorboard",), "link": "lq8", "task": "classification",
         "max_bytes": 10**9,
     }  # fmt: skip
     assert {*values, "supernet"} == FLAGS.keys()  # A supernet stands in the place of a model.

@@ -14,7 +14,7 @@ from rich.console import Console
 from fedquilt.cli.main import main
 from fedquilt.cli.show import show_text_table
 from fedquilt.studies.table import Table
-from tests.cli.test_cli import THREE, TINY, on_a_terminal, own, told, values  # noqa: F401
+from tests.cli.test_cli import THREE, TINY, on_a_terminal, told, values
 
 QUICK = [*TINY[:4], "--cohort", "3", "--rounds", "1"]
 Capture = pytest.CaptureFixture[str]
@@ -25,7 +25,7 @@ def figures(found: dict, entry: str) -> dict[str, float]:
     return {share: spread["mean"] for share, spread in found["entries"][entry]["figures"].items()}
 
 
-def test_methods_are_compared_on_the_same_data(own: Path, capsys: Capture) -> None:  # noqa: F811
+def test_methods_are_compared_on_the_same_data(own: Path, capsys: Capture) -> None:
     found = told(capsys, "compare", "fedavg", "heterofl", "mine.py:method", *QUICK, "--out", "c")
     assert list(found["entries"]) == ["fedavg", "heterofl", "mine.py:method"]
     assert json.loads(Path("c/compare.json").read_text()) == found
@@ -38,7 +38,7 @@ def test_methods_are_compared_on_the_same_data(own: Path, capsys: Capture) -> No
 
 
 def test_a_comparison_that_was_stopped_runs_all_that_was_asked_for(
-    own: Path,  # noqa: F811
+    own: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: Capture,
 ) -> None:
@@ -69,7 +69,7 @@ def test_a_comparison_that_was_stopped_runs_all_that_was_asked_for(
     assert "Continue with: fedquilt compare heterofl --resume c" in capsys.readouterr().err
 
 
-def test_finished_runs_are_not_repeated(own: Path, capsys: Capture) -> None:  # noqa: F811
+def test_finished_runs_are_not_repeated(own: Path, capsys: Capture) -> None:
     before = told(capsys, "compare", "fedavg", *QUICK, "--out", "c")
     kept = Path("c/fedavg/seed0/rounds.jsonl").stat().st_mtime_ns
     after = told(capsys, "compare", "fedavg", "heterofl", *QUICK, "--seeds", "0", "1", "--out", "c")
@@ -102,7 +102,7 @@ def test_settings_that_all_runs_share_are_printed_once(
     ]
 
 
-def test_a_file_is_no_folder_of_a_study(own: Path, capsys: Capture) -> None:  # noqa: F811
+def test_a_file_is_no_folder_of_a_study(own: Path, capsys: Capture) -> None:
     Path("file").write_text("")
     assert main(["compare", "fedavg", *QUICK, "--out", "file"]) == 2
     assert capsys.readouterr().err == (
@@ -111,7 +111,7 @@ def test_a_file_is_no_folder_of_a_study(own: Path, capsys: Capture) -> None:  # 
     )
 
 
-def test_a_study_keeps_to_its_data(own: Path, capsys: Capture) -> None:  # noqa: F811
+def test_a_study_keeps_to_its_data(own: Path, capsys: Capture) -> None:
     """A method on other data is refused before the folder has it, so that the study can be
     continued.
     """
@@ -123,7 +123,7 @@ def test_a_study_keeps_to_its_data(own: Path, capsys: Capture) -> None:  # noqa:
     assert list(told(capsys, "compare", "--resume", "c")["entries"]) == ["fedavg"]
 
 
-def test_a_comparison_is_one_table(own: Path, capsys: Capture) -> None:  # noqa: F811
+def test_a_comparison_is_one_table(own: Path, capsys: Capture) -> None:
     assert (
         main(["compare", "fedavg", "local", *TINY[:4], *THREE, "--cohort", "3", "--rounds", "1"])
         == 0
@@ -144,7 +144,7 @@ def test_a_comparison_is_one_table(own: Path, capsys: Capture) -> None:  # noqa:
     assert [line.split()[0] for line in lines[-3:]] == ["1", "0.5", "0.25"]
 
 
-def test_settings_of_one_method_and_files_of_whole_experiments(own: Path, capsys: Capture) -> None:  # noqa: F811
+def test_settings_of_one_method_and_files_of_whole_experiments(own: Path, capsys: Capture) -> None:
     assert main(["run", "--method", "heterofl", *QUICK, "--out", "alone"]) == 0
     Path("whole.toml").write_text(Path("alone/config.toml").read_text())
     asked = ["--set", "fedrolex:method.shift=2", "--set", "method.local.epochs=1", "--out", "c"]
@@ -156,7 +156,7 @@ def test_settings_of_one_method_and_files_of_whole_experiments(own: Path, capsys
     assert figures(found, "whole") == alone["accuracy"]
 
 
-def test_a_grid_is_tuned_on_samples_that_are_held_back(own: Path, capsys: Capture) -> None:  # noqa: F811
+def test_a_grid_is_tuned_on_samples_that_are_held_back(own: Path, capsys: Capture) -> None:
     grid = [
         "--grid",
         "method.local.optimizer.lr=0.0001,0.05",
@@ -189,7 +189,7 @@ def test_a_grid_is_tuned_on_samples_that_are_held_back(own: Path, capsys: Captur
     assert table[-1].endswith("The test set was not used.")
 
 
-def test_every_format_has_the_same_figures(own: Path, capsys: Capture) -> None:  # noqa: F811
+def test_every_format_has_the_same_figures(own: Path, capsys: Capture) -> None:
     asked = ["compare", "fedavg", "heterofl", *QUICK, "--out", "c"]
     shown = f"{figures(told(capsys, *asked), 'fedavg')['1.0']:.1%}"
     for kind in ("markdown", "latex", "csv"):
@@ -202,7 +202,7 @@ def test_every_format_has_the_same_figures(own: Path, capsys: Capture) -> None: 
     assert json.loads(capsys.readouterr().out)["metric"] == "accuracy"
 
 
-def test_costs_to_parts_of_a_baselines_best(own: Path, capsys: Capture) -> None:  # noqa: F811
+def test_costs_to_parts_of_a_baselines_best(own: Path, capsys: Capture) -> None:
     assert (
         main(["compare", "fedavg", "heterofl", *QUICK, "--baseline", "fedavg", "--target", "0.01"])
         == 0
@@ -220,7 +220,7 @@ def test_names_are_whole_on_a_narrow_terminal() -> None:
     assert "heterofl" in console.file.getvalue()
 
 
-def test_methods_with_other_members_have_separate_tables(own: Path, capsys: Capture) -> None:  # noqa: F811
+def test_methods_with_other_members_have_separate_tables(own: Path, capsys: Capture) -> None:
     """HeteroFL as released rounds up."""
     Path("up.py").write_text(
         "import fedquilt as fq\ndef up():\n    return fq.methods.HeteroFL(rounding='ceil')\n"
@@ -232,7 +232,7 @@ def test_methods_with_other_members_have_separate_tables(own: Path, capsys: Capt
     assert [title.rpartition(" ")[2] for title in titles] == ["(heterofl)", "(up.py:up)"]
 
 
-def test_a_terminal_gets_bars(own: Path) -> None:  # noqa: F811
+def test_a_terminal_gets_bars(own: Path) -> None:
     text = on_a_terminal(
         "compare", "fedavg", "local", *TINY[:4], "--cohort", "3", "--rounds", "2", cwd=own
     )
@@ -274,7 +274,7 @@ def test_a_terminal_gets_bars(own: Path) -> None:  # noqa: F811
     ],
 )
 def test_a_wrong_comparison_exits_with_2(
-    own: Path,  # noqa: F811
+    own: Path,
     args: Sequence[str],
     said: str,
     capsys: Capture,
@@ -285,7 +285,7 @@ def test_a_wrong_comparison_exits_with_2(
     assert said in capsys.readouterr().err
 
 
-def test_a_folder_with_other_settings_is_refused(own: Path, capsys: Capture) -> None:  # noqa: F811
+def test_a_folder_with_other_settings_is_refused(own: Path, capsys: Capture) -> None:
     assert main(["compare", "fedavg", *QUICK, "--out", "c"]) == 0
     assert main(["compare", "fedavg", *QUICK, "--lr", "0.3", "--out", "c"]) == 2
     said = capsys.readouterr().err
@@ -293,7 +293,7 @@ def test_a_folder_with_other_settings_is_refused(own: Path, capsys: Capture) -> 
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
-def test_a_damaged_summary_is_named(own: Path, capsys: Capture, text: str) -> None:  # noqa: F811
+def test_a_damaged_summary_is_named(own: Path, capsys: Capture, text: str) -> None:
     assert main(["compare", "fedavg", *QUICK, "--out", "c"]) == 0
     Path("c/fedavg/seed0/summary.json").write_bytes(text.encode(errors="surrogateescape"))
     assert main(["compare", "--resume", "c"]) == 1
@@ -301,7 +301,7 @@ def test_a_damaged_summary_is_named(own: Path, capsys: Capture, text: str) -> No
 
 
 def test_the_error_for_a_folder_of_the_old_layout_names_a_command(
-    own: Path,  # noqa: F811
+    own: Path,
     capsys: Capture,
 ) -> None:
     assert main(["run", *TINY, "--rounds", "1", "--out", "c/fedavg"]) == 0

@@ -16,7 +16,8 @@ from fedquilt.cli.main import main
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.runs.folder_files import read_records
 from fedquilt.runs.load import load_run
-from tests.cli.test_cli import OWN, QUICK, told
+from tests.cli.conftest import OWN
+from tests.cli.test_cli import QUICK, told
 from tests.unit.deploy.test_export import ONNX
 
 

@@ -46,9 +46,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(trained: Path, tmp_path: Path) -> Iterator[Path]:
+def folder(trained: Path, tmp_path: Path) -> Path:
     shutil.copytree(trained, tmp_path / "run")
-    yield tmp_path / "run"
+    return tmp_path / "run"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from torch import nn
 import fedquilt as fq
 
 def net() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
+    layers = nn.Conv2d(1, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(512, 10))
 
 @dataclass(frozen=True)
 class Halting(fq.methods.FedRolex):
@@ -200,6 +201,6 @@ def test_folders_of_earlier_versions_are_explained(mine, capsys):
             "scripts." in told
         )
         assert (
-            "It can be resumed in Python, with the same arguments: fedquilt.run(…, out='run', resume=True)"
-            in told
+            "It can be resumed in Python, with the same arguments: "
+            "fedquilt.run(…, out='run', resume=True)" in told
         )

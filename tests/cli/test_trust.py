@@ -23,7 +23,8 @@ def net(num_classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, num_classes))
 
 def data():
-    x, y = torch.randn(60, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(60, 1, 8, 8, generator=generator), torch.arange(60) % 3
     return fq.data.Pool.of((x, y), (x, y)).partition(6)
 """
 NAMED = ["--model", "mine.py:net", "--data", "mine.py:data", "--rounds", "1", "--cohort", "2"]

@@ -21,7 +21,8 @@ from torch import nn
 import fedquilt as fq
 
 def narrow(num_classes, hidden=3):
-    return nn.Sequential(nn.Flatten(), nn.Linear(16, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
+    layers = nn.Linear(16, hidden), nn.ReLU(), nn.Linear(hidden, num_classes)
+    return nn.Sequential(nn.Flatten(), *layers)
 
 def deep(num_classes):
     layers = [nn.Linear(16, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU()]

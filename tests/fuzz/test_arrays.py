@@ -107,7 +107,10 @@ def test_broken_text_arrays_are_refused_or_the_same(tmp_path: Path, count) -> No
 @pytest.mark.parametrize("count", quick_and_whole(FEW // 3, COUNT // 2))
 def test_broken_text_is_read_or_refused(tmp_path: Path, name, count) -> None:
     file = tmp_path / name
-    whole = b'{"ann": ["to be or not", "to be", "is", "the"], "bob": ["question", "we", "ask", "of all"]}\n'
+    whole = (
+        b'{"ann": ["to be or not", "to be", "is", "the"], '
+        b'"bob": ["question", "we", "ask", "of all"]}\n'
+    )
     for number in range(count):
         file.write_bytes(broken(whole, random.Random(number)))
         try:

@@ -105,10 +105,12 @@ VALUES = [  # two spaces apart
     *re.split(
         r"\s{2,}",
         """
-        -1  0  1  2  3  7  0.5  0.25  1.0  0.1  -0.0  nan  -inf  1e400  1e-320  0x7f  99999999999999999999999
-        9223372036854775807  -9223372036854775808  true  false  "x"  ""  "none"  "\\u0000"  1979-05-27  07:32:00
-        []  [1, "a", [2]]  [[[[[[]]]]]]  {}  { name = "sgd" }  { name = 3 }  { name = "two_level", rho = 2 }
-        "own.py:nothing"  "own.py"  "absent.py:x"  "natural"  "labels"  "income"  "csv"  "fedavg"  "a/b.npz"  "hub:"
+        -1  0  1  2  3  7  0.5  0.25  1.0  0.1  -0.0  nan  -inf  1e400  1e-320  0x7f
+        99999999999999999999999  9223372036854775807  -9223372036854775808  true  false
+        "x"  ""  "none"  "\\u0000"  1979-05-27  07:32:00  []  [1, "a", [2]]  [[[[[[]]]]]]
+        {}  { name = "sgd" }  { name = 3 }  { name = "two_level", rho = 2 }
+        "own.py:nothing"  "own.py"  "absent.py:x"  "natural"  "labels"  "income"
+        "csv"  "fedavg"  "a/b.npz"  "hub:"
         """.strip(),
     ),
     f'"{"long" * 500}"',
@@ -130,9 +132,9 @@ def mutated(number: int) -> bytes:
             case 1:  # another key
                 key, equals, value = lines[place].partition(" =")
                 at = dice.randrange(len(key) + 1)
-                lines[place] = (
-                    f"{key[:at]}{dice.choice(string.printable)}{key[at + dice.randrange(2) :]}{equals}{value}"
-                )
+                character = dice.choice(string.printable)
+                rest = key[at + dice.randrange(2) :]
+                lines[place] = f"{key[:at]}{character}{rest}{equals}{value}"
             case 2:  # a line less
                 lines[place] = ""
             case 3:  # a line moved or doubled

@@ -51,7 +51,7 @@ def quick_and_whole(few: int, count: int) -> list[Any]:
 
 
 def mutated(whole: bytes, rng: random.Random) -> bytes:
-    """Return a file with bytes changed, cut off, added or moved. Most changes fall into the header."""
+    """Return a file with bytes changed, cut off, added or moved, mostly in the header."""
     values = bytearray(whole)
     begin = 8 + int.from_bytes(whole[:8], "little")
     kind = rng.choice(["change", "change", "change", "digit", "cut", "add", "remove", "length"])

@@ -183,7 +183,7 @@ def test_every_stored_run_learns() -> None:
 
 
 def test_no_two_stored_runs_are_the_same() -> None:
-    """Each setting changes the weights of the server or of clients, so that its record covers it."""
+    """Each setting changes weights of the server or of clients, so that its record covers it."""
     trained = {
         name: norms([stored(name).get(key) for key in ("weights", "memory")]) for name in RUNS
     }

@@ -124,6 +124,18 @@ class Inheriting(Contract):
         """Act."""
 
 
+class Scaler:
+    """Scaler of numbers.
+
+    Args:
+        factor: Factor of each number.
+        offset: Summand of each number.
+    """
+
+    def __init__(self, factor: float, offset: float, unit: str) -> None:
+        """Store the numbers."""
+
+
 class Net(nn.Module):
     """A net."""
 
@@ -167,6 +179,12 @@ def test_fields_without_comment_or_entry_are_found(monkeypatch: pytest.MonkeyPat
     assert problems(Commented, monkeypatch) == [
         ("Commented", "does not explain the field bare, excused")
     ]
+
+
+def test_the_docstring_of_a_class_explains_the_parameters_of_its_init(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    assert problems(Scaler, monkeypatch) == [("Scaler.__init__", "does not explain unit")]
 
 
 def test_overrides_explain_only_what_they_add(monkeypatch: pytest.MonkeyPatch):

@@ -50,7 +50,8 @@ def digits(
 ) -> Pool:
     """Load scikit-learn's 1,797 handwritten digits, 8 × 8 pixels from 0 to 1, without a download.
 
-    A fifth of the images is for testing.
+    A fifth of the images is for testing. The share `public` of the training images, in [0, 1),
+    becomes public. All clients have them, without targets. With 0 there are none.
     """
     x, y = _digits()
     train, test = fifth(len(x))
@@ -63,7 +64,8 @@ def digits_labels(
 ) -> Pool:
     """Load scikit-learn's digits for a multi-label task.
 
-    The labels are: even, prime, at least 5.
+    The labels are: even, prime, at least 5. The share `public` of the training images, in [0, 1),
+    becomes public. All clients have them, without targets. With 0 there are none.
     """
     x, digit = _digits()
     prime = torch.isin(digit, torch.tensor([2, 3, 5, 7]))
@@ -85,7 +87,8 @@ def diabetes(
     The target is the progression of the disease after a year. A fifth of the patients is for
     testing. Inputs and targets are standardised by the mean and the standard deviation of the
     training samples, so that always predicting the mean gives an RMSE of 1. One unit is 76.2 of the
-    original target.
+    original target. The share `public` of the training samples, in [0, 1), becomes public. All
+    clients have them, without targets. With 0 there are none.
     """
     raw = _sklearn_datasets("diabetes").load_diabetes(scaled=False)
     x, y = torch.tensor(raw.data), torch.tensor(raw.target)
@@ -135,6 +138,22 @@ def npz(  # noqa: PLR0913  # The parameters are settings of the source.
     docs/data.md lists all arrays. In a file without a test part they may be called `x` and `y`.
     Targets in the shape of images or volumes are masks. `shapes_train` has the original shapes of
     samples that were padded.
+
+    Args:
+        path: Path of the .npz file.
+        normalize: Scaling of stored values. "auto": bytes by the mean and standard deviation of
+            each channel, real numbers not at all. "channel": both by channel. "none": bytes become
+            0 to 1, and real numbers stay. "sample": every sample by its own channels.
+        mean: Mean of each channel, where white is 1. Empty: measured if `normalize` needs it.
+        std: Standard deviation of each channel, together with `mean`. Empty: as for `mean`.
+        channels: Position of the channels in `x_train` and `x_test`: "first" (sample, channel, …),
+            "last" (sample, …, channel) or "none". "auto": found by the shape of inputs and masks.
+        domains: Names of the domains to keep, numbered in this order. Empty: all.
+        public: Share of the training samples, in [0, 1), that become public. All clients have them,
+            without targets. 0: none.
+        multiple_of: Number to whose multiples the sides of samples with masks are padded, in pixels
+            or voxels. 1: no effect, and the only value for samples without masks.
+        max_bytes: Bytes that the arrays may take in memory. 0: half of the free memory.
     """
     arrays = _in_parts(read_arrays(path, max_bytes))
     if missing := [key for key in ("x_train", "y_train") if key not in arrays]:

@@ -38,6 +38,20 @@ def generated(  # noqa: PLR0913  # The parameters are settings of the source.
     An image is the prototype of its class plus noise. Only integers are computed with, so that
     every machine makes the same images. Classes are balanced. They are balanced in every domain too
     if the number of samples is a multiple of classes × domains.
+
+    Args:
+        classes: Number of classes.
+        shape: Channels, height and width of an image.
+        train: Number of training samples of all classes and domains together.
+        test: Number of test samples of all classes and domains together.
+        domains: Names of domains. Each one shifts the colours in its own way. Empty: no domains.
+        normalize: Scaling of the bytes. "auto" and "channel": by the mean and standard deviation of
+            each channel. "none": to values from 0 to 1.
+        mean: Mean of each channel, where white is 1. Empty: measured if `normalize` needs it.
+        std: Standard deviation of each channel, together with `mean`. Empty: as for `mean`.
+        seed: Random seed of prototypes, noise and colours.
+        public: Share of the training samples, in [0, 1), that become public. All clients have them,
+            without targets. 0: none.
     """
     _check(classes, shape, train, test, domains)
     prototypes = _prototypes(seed, classes, shape)

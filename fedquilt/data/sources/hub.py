@@ -55,6 +55,31 @@ def hub(  # noqa: PLR0913  # The parameters are settings of the source.
 
     Text without targets is for next-word prediction. A column of real numbers that is named as
     `targets` is for regression.
+
+    Args:
+        path: owner/name on the hub, or a loader of `datasets`, such as csv, json, parquet or
+            imagefolder.
+        config: Configuration of the data set. Empty: its default.
+        train: Name of the split for training.
+        test: Name of the split for testing. A fifth of the training samples is held out if there is
+            no such split.
+        inputs: Columns of inputs, separated by commas. Empty: images, else text, else all numbers.
+        targets: Column of targets. Empty: the column of class labels.
+        clients: Column that names the client of each sample. Empty: none.
+        domains: Column that names the domain of each sample. Empty: none. No effect on text.
+        files: Training file of a loader. Empty: none.
+        test_files: Test file of a loader, together with `files`. Empty: none.
+        folder: Folder of a loader. Empty: none.
+        size: Pixels per side to which images are resized. 0: they must all have the same size.
+        normalize: Scaling of stored values. "auto": bytes by the mean and standard deviation of
+            each channel, real numbers not at all. "channel": both by channel. "none": bytes become
+            0 to 1, and real numbers stay.
+        mean: Mean of each channel, where white is 1. Empty: measured if `normalize` needs it.
+        std: Standard deviation of each channel, together with `mean`. Empty: as for `mean`.
+        vocabulary: Number of words in the vocabulary of text. No effect on other inputs.
+        length: Tokens per sample of text. No effect on other inputs.
+        public: Share of the training samples, in [0, 1), that become public. All clients have them,
+            without targets. 0: none.
     """
     sets = _load(path, config, files, test_files, folder)
     if train not in sets:

@@ -42,6 +42,20 @@ def images(  # noqa: PLR0913  # The parameters are settings of the source.
     """Read a folder of images: train/CLASS/… and test/CLASS/…, or CLASS/… without a test part.
 
     Without a test part a fifth of the images is held out for testing.
+
+    Args:
+        path: Path of the folder.
+        size: Pixels per side to which images are resized. 0: they must all have the same size.
+        grey: True: read images with one channel. False: with three.
+        domains: True: folders of classes are in folders of domains, as in train/DOMAIN/CLASS/….
+            False: there are no domains.
+        normalize: Scaling of the bytes. "auto" and "channel": by the mean and standard deviation of
+            each channel. "none": to values from 0 to 1.
+        mean: Mean of each channel, where white is 1. Empty: measured if `normalize` needs it.
+        std: Standard deviation of each channel, together with `mean`. Empty: as for `mean`.
+        public: Share of the training samples, in [0, 1), that become public. All clients have them,
+            without targets. 0: none.
+        max_bytes: Bytes that all images may take in memory. 0: half of the free memory.
     """
     root = Path(path)
     folders = [root / "train", root / "test"] if (root / "train").is_dir() else [root]

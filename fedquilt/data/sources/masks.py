@@ -66,6 +66,29 @@ def masks(  # noqa: PLR0913  # The parameters are settings of the source.
     Volumes are .nii or .nii.gz files. With a test part the folders are train/images, train/masks,
     test/images and test/masks. Without it a fifth is held out for testing. Samples of different
     sizes are padded with zeros at the end, where masks are −100.
+
+    Args:
+        path: Path of the folder.
+        size: Pixels per side to which pictures are resized. 0: they keep their size. Volumes must
+            have 0.
+        grey: True: read pictures with one channel. False: with three. Volumes must have False.
+        labels: Value of each class in masks, in the order of the classes. Empty: the values are the
+            classes 0, 1, 2, ….
+        ignored: Value in masks that counts in no loss and no metric. None: there is none.
+        domains: True: images and masks are in folders of domains. False: there are no domains.
+        canonical: True: turn NIfTI volumes so that their axes run right, front, up (RAS). False:
+            keep their axes. Pictures must have False.
+        multiple_of: Number to whose multiples sides are padded, in pixels or voxels, such as 16 for
+            a U-Net of depth 4. 1: no effect.
+        normalize: Scaling of stored values. "auto": bytes by the mean and standard deviation of
+            each channel, real numbers not at all. "channel": both by channel. "none": bytes become
+            0 to 1, and real numbers stay. "sample": every sample by its own channels. For volumes,
+            "auto" is "sample" unless `mean` is set.
+        mean: Mean of each channel, where white is 1. Empty: measured if `normalize` needs it.
+        std: Standard deviation of each channel, together with `mean`. Empty: as for `mean`.
+        public: Share of the training samples, in [0, 1), that become public. All clients have them,
+            without targets. 0: none.
+        max_bytes: Bytes that all samples may take in memory. 0: half of the free memory.
     """
     root = Path(path)
     _check_labels(labels, ignored)

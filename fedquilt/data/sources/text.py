@@ -46,7 +46,7 @@ class Texts(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokens:
-    """How texts become samples of tokens."""
+    """Settings by which texts become samples of tokens."""
 
     vocabulary: int = 10_000  # Number of words in the vocabulary. Four special tokens are added.
     length: int = 20  # Tokens per sample.
@@ -74,6 +74,15 @@ def text(
 
     A fifth of every user's texts is held out for testing. The classes are the words of the
     vocabulary and four special tokens.
+
+    Args:
+        path: Path of the .txt, .json or .npz file.
+        vocabulary: Number of words in the vocabulary. Four special tokens are added.
+        length: Tokens per sample. Shorter texts are padded.
+        long: "split": longer texts become several samples. "truncate": they are cut off.
+        lower: True: convert text to lower case. False: no effect.
+        count_special: True: <oov> and <eos> count as targets. False: they are ignored.
+        max_bytes: Bytes that the file may take in memory. 0: half of the free memory.
     """
     texts = _read(Path(path), max_bytes)
     tokens = Tokens(vocabulary, length, long, lower, count_special)

@@ -33,8 +33,11 @@ from fedquilt.round.device import (
     upload_outline,
 )
 from fedquilt.round.engine import Attendance, Outcome
+from fedquilt.round.eval_jobs import EvalJob
+from fedquilt.round.federation import Federation
 from fedquilt.round.fold import Fold
 from fedquilt.round.link import Outline, Transmission
+from fedquilt.round.scores import Score
 from fedquilt.round.training.batches import itinerary
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.wire import (
@@ -222,6 +225,35 @@ class Flower(Sequential):
         """Return an engine of this process, because the server itself trains on public samples."""
         return Sequential(data, self.device, self.precision)
 
+    def evaluate(
+        self,
+        federation: Federation,
+        exams: Sequence[EvalJob],
+        batch_size: int,
+        by_domain: bool = False,
+    ) -> list[Score]:
+        """Return the score of every evaluation, on the samples that the server has.
+
+        A warning is logged if clients keep nets or norms of their own, because those are on the
+        devices.
+
+        Args:
+            federation: World, method and link.
+            exams: Evaluations to run.
+            batch_size: Samples in a batch.
+            by_domain: True: scores of each domain are returned too.
+        """
+        method = federation.method
+        if method.personal or method.keeps_nets:
+            name = type(method).__name__
+            self.once.warning(
+                name,
+                "%s leaves results on its clients. The server does not have them, so that these "
+                "scores are those of initial values in their place.",
+                name,
+            )
+        return super().evaluate(federation, exams, batch_size, by_domain)
+
     # --- requests --------------------------------------------------------------------------------
 
     def request(self, server: Server, jobs: Sequence[Job]) -> tuple[Message, list[SentJob]]:
@@ -360,7 +392,7 @@ class Flower(Sequential):
         )
         self._check_result(sent, result)
         transmission = Transmission(self.world, job, up=True)
-        outline = upload_outline(federation, job, learner, mask, result.extra_shapes)  # type: ignore[arg-type]
+        outline = upload_outline(federation, job, learner, mask, result.extra_shapes)
         reach = reach_of(link, outline.submodel, result.columns, transmission)
         expected = Expected(
             outline,
@@ -434,7 +466,7 @@ class Flower(Sequential):
             if self._server.weights[scope + name].dtype != outline.dtype
         }
 
-    def _begin_round(self, federation: Any, server: Server, jobs: Sequence[Job]) -> None:
+    def _begin_round(self, federation: Federation, server: Server, jobs: Sequence[Job]) -> None:
         super()._begin_round(federation, server, jobs)
         self._server = server
 

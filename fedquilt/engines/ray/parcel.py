@@ -68,7 +68,8 @@ def _packer() -> type[Any]:
     """Return the pickler, which is a subclass of a class of Ray."""
     cloudpickle: Any = importlib.import_module("ray.cloudpickle")
 
-    class Packer(cloudpickle.CloudPickler):  # type: ignore[misc]  # Ray is imported when it is asked for
+    # The base class has no type, because Ray is imported only when it is asked for.
+    class Packer(cloudpickle.CloudPickler):  # type: ignore[misc]
         names: dict[int, str]
         tensors: list[np.ndarray]
         # Tensors and their numbers by id. Tensors are kept alive, so that no id is reused.

@@ -52,7 +52,9 @@ class CapturedPass:
         self._weights = {name: channels_last(value.clone()) for name, value in weights.items()}
         self._rows = torch.zeros(CHUNK_BATCHES, size, dtype=torch.int64, device=device)
         self._chunk_batch = torch.zeros(1, dtype=torch.int64, device=device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._sums: State = {}
         self._batches = torch.zeros(0, size, dtype=torch.int64, device=device)
         self._num_replayed = 0

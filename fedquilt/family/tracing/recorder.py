@@ -191,7 +191,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor, value, constant = alive.pop()
             if constant is not None:
                 with suppress(RuntimeError):  # a view or a graph still refers to it
-                    torch.utils.swap_tensors(tensor, constant.detach())  # type: ignore[no-untyped-call]
+                    torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
+                        tensor, constant.detach()
+                    )
             if isinstance(tensor, FakeTensor):
                 results.append((weakref.ref(tensor), value))
             del tensor

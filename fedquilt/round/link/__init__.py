@@ -128,18 +128,21 @@ class Link:
         return None if self.clock is None else self.clock.deadline
 
     def check(self, num_clients: int) -> None:
-        """Refuse per-client values whose number does not fit the number of clients."""
+        """Refuse per-client values whose number does not fit `num_clients` clients."""
         for setting in (self.loss, self.clock):
             if setting is not None:
                 setting.check(num_clients)
 
     def check_codec(self, world: World, device: torch.device) -> None:
-        """Refuse a codec that does not decode what it encoded, on the dtype and device of a run."""
+        """Refuse a codec that does not decode what it encoded.
+
+        It is tried on changes of the weights in the family and dtype of `world`, on `device`.
+        """
         if self.codec is not None:
             check_codec(self.codec, world, self.lossy, device)
 
     def reach(self, submodel: Submodel, transmission: Transmission) -> Submodel | None:
-        """Return the part of a sub-model that will arrive, or None if nothing does.
+        """Return the part of `submodel` that will arrive, or None if nothing does.
 
         Nothing is sent. The part depends on random numbers of this transmission only.
         """

@@ -60,11 +60,16 @@ class Clock:
         return min(self.latency) if isinstance(self.latency, tuple) else self.latency
 
     def check(self, num_clients: int) -> None:
-        """Refuse lists whose length does not divide the number of clients."""
+        """Refuse lists whose length does not divide `num_clients`, the number of clients."""
         check_lengths(self, num_clients, "down", "up", "latency", "compute")
 
     def slowest(self, costs: Mapping[int, tuple[int, ...]], copies: int = 1) -> float:
-        """Return the seconds of the slowest client. Arguments are those of `late`."""
+        """Return the seconds of the slowest client, or 0 if there is none.
+
+        Args:
+            costs: Bytes received, bytes sent and multiply-adds of each client.
+            copies: Factor by which bytes are multiplied. 1 has no effect.
+        """
         return max(self.times(costs, copies).values(), default=0.0)
 
     def late(self, costs: Mapping[int, tuple[int, ...]], copies: int = 1) -> dict[int, float]:
@@ -83,7 +88,12 @@ class Clock:
         }
 
     def times(self, costs: Mapping[int, tuple[int, ...]], copies: int = 1) -> dict[int, float]:
-        """Return the seconds that each client takes. Arguments are those of `late`."""
+        """Return the seconds that each client takes.
+
+        Args:
+            costs: Bytes received, bytes sent and multiply-adds of each client.
+            copies: Factor by which bytes are multiplied. 1 has no effect.
+        """
         return {
             id: self.seconds(id, down * copies, up * copies, macs)
             for id, (down, up, macs, *_) in costs.items()

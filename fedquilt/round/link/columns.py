@@ -46,7 +46,12 @@ class Loss(ABC):
 
     @abstractmethod
     def rates(self, client: int, seed: int) -> tuple[float, float]:
-        """Return the bounds between which the error rate of a client's columns is drawn."""
+        """Return the bounds between which the error rate of a client's columns is drawn.
+
+        Args:
+            client: Number of the client.
+            seed: Random seed of the run, for bounds that are drawn themselves.
+        """
 
     @property
     def loses(self) -> bool:
@@ -54,10 +59,12 @@ class Loss(ABC):
         return True
 
     def check(self, num_clients: int) -> None:  # noqa: B027 (some have nothing to say)
-        """Refuse lists whose length does not divide the number of clients."""
+        """Refuse lists whose length does not divide `num_clients`, the number of clients."""
 
     def reach(self, submodel: Submodel, transmission: Transmission) -> Submodel | None:
-        """Return the part of a sub-model that arrives, or None if the first column fails.
+        """Return the part of `submodel` that arrives, or None if the first column fails.
+
+        Random numbers are those of the `transmission`.
 
         It consists of the first columns in the sub-model's own order. Weights that no width cuts,
         such as the output's bias, are sent with the first column.
@@ -77,7 +84,7 @@ class Loss(ABC):
         return count
 
     def arrived(self, transmission: Transmission, count: int) -> int:
-        """Return how many of `count` columns arrive.
+        """Return how many of the `count` columns of a transmission arrive.
 
         For each column an error rate er and a number ε are drawn. Sending stops at the first
         ε < er.

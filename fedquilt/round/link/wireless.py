@@ -116,7 +116,10 @@ class Wireless(Loss):
             check_lengths(self, num_clients, "distances")
 
     def distance(self, client: int, seed: int) -> float:
-        """Return the distance between a client and the server in metres."""
+        """Return the distance between a client and the server in metres.
+
+        It is the one that `distances` gives, or else it is drawn by the random `seed` of the run.
+        """
         if self.distances:
             return value_of(self.distances, client)
         key = torch.tensor(noise.key(noise.Stream.WIRELESS_DISTANCE, seed, client))

@@ -129,7 +129,7 @@ class PGD:
         return self._climbed(slope, inputs, start_noise)
 
     def check(self, data: FederatedData) -> None:
-        """Refuse samples outside of [low, high], because an attack would first clamp them."""
+        """Refuse data with samples outside of [low, high], which an attack would first clamp."""
         for set_name, count, samples in (
             ("training", len(data.targets), data.samples),
             ("test", len(data.test_targets), data.test_samples),
@@ -196,7 +196,15 @@ class AdversarialTraining:
         return self.weight if isinstance(self.weight, tuple) else (self.weight,)
 
     def draw(self, key: Tensor, like: Tensor) -> Tensor:
-        """Draw a weight for each sample of a batch, each with the same probability."""
+        """Draw a weight for each sample of a batch, each with the same probability.
+
+        Args:
+            key: Random key of the step.
+            like: (sample, …) Tensor with the number of samples and the dtype of the result.
+
+        Returns:
+            Weights (sample,).
+        """
         choice = (noise.uniform(key, (len(like),), torch.float32) * len(self.all)).long()
         # Weights are constants in a sum, because a tensor of them would be copied to the device.
         return torch.stack(

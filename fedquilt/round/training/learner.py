@@ -124,7 +124,7 @@ class Learner:
         return len(self.local.optimizer.slots) + len(self.state.slots)
 
     def slotted(self, member: Member) -> tuple[str, ...]:
-        """Return the names of the weights that have slots of the method.
+        """Return the names of the weights of `member` that have slots of the method.
 
         These are trained weights that the client both receives and sends.
         """
@@ -147,7 +147,7 @@ class Learner:
         return self.phases
 
     def possible_phases(self, member: Member) -> tuple[Phase, ...]:
-        """Return phases that include the step of any round that needs the most memory."""
+        """Return phases that include the step of any round with the most memory for `member`."""
         return self.phases
 
     def moves(self, steps: int) -> int:
@@ -155,18 +155,21 @@ class Learner:
         return steps * len(self.phases)
 
     def nets(self, member: Member) -> tuple[Member, ...]:
-        """Return the nets that a batch of the round may run, each once."""
+        """Return the nets of `member` that a batch of the round may run, each once."""
         return nets_of(self.phases, member)
 
     def activation_sets(self, member: Member) -> int:
-        """Return the largest number of sets of activations of one net in memory at once."""
+        """Return the largest number of sets of activations of one net of `member` at once."""
         passes = [
             net_passes for phase in self.phases for net_passes in phase.objective.passes(member)
         ]
         return max((net_passes.saved for net_passes in passes), default=1)
 
     def changes_samples(self, member: Member) -> bool:
-        """Return True if nets run on other samples than the batch's, such as attacked ones."""
+        """Return True if nets of `member` run on other samples than the batch's.
+
+        Attacked samples are an example.
+        """
         return not all(
             net_passes.on_batch
             for phase in self.phases
@@ -223,15 +226,15 @@ class Learner:
         return replace(self, lr=0.0, lesson=None, max_batches=0)
 
     def moved(self, member: Member) -> tuple[str, ...]:
-        """Return the names of the trained weights and of the statistics that training tracks."""
+        """Return the names of the weights and statistics of `member` that training changes."""
         return _moved_names(self.local.norm, member)
 
     def names(self, member: Member) -> tuple[str, ...]:
-        """Return the names of all tensors that a client holds in training, with constants."""
+        """Return the names of all tensors of `member` that a client holds, with constants."""
         return _held_names(self.local.norm, member)
 
     def sent(self, member: Member) -> tuple[str, ...]:
-        """Return the names of the weights that a client sends to the server."""
+        """Return the names of the weights of `member` that a client sends to the server."""
         names = _sent_names(self.send, self.local.norm, member)
         return _without(names, self.private, member) if self.private != Nothing() else names
 
@@ -246,15 +249,21 @@ class Learner:
         return _without(names, self.private, unfrozen) if self.private != Nothing() else names
 
     def kept(self, member: Member) -> tuple[str, ...]:
-        """Return the names of the weights that a client keeps for its next round."""
+        """Return the names of the weights of `member` that a client keeps for its next round."""
         return _kept_names(self.keep, self.private, self.local.norm, member)
 
     def installed(self, member: Member) -> tuple[str, ...]:
-        """Return the names of the weights that a client downloads when it has none of them yet."""
+        """Return the names of the weights of `member` that a client downloads once.
+
+        It downloads them when it has none of them yet.
+        """
         return _private_names(self.private, self.local.norm, member) if self.installs else ()
 
     def teaching_net(self, member: Member) -> Member:
-        """Return the net whose logits objectives see as `View.taught`, if `taught` is set."""
+        """Return the net of `member` whose logits objectives see as `View.taught`.
+
+        They see them if `taught` is set.
+        """
         return member.at(self.taught_by) if self.taught_by else member
 
     def upload(self, member: Member, submodel: Submodel, classes_present: Tensor) -> Submodel:
@@ -292,12 +301,12 @@ class Learner:
         return self.lr * self.local.within_round(step, steps)
 
     def mean_rate(self, steps: int) -> float:
-        """Return the mean learning rate of a round's batches, or `lr` if there are none."""
+        """Return the mean learning rate of a round of `steps` batches, or `lr` for none."""
         factors = self.local.within_round.factors(steps)
         return self.lr * (sum(factors) / steps) if steps else self.lr
 
     def effective_steps(self, steps: int) -> float:
-        """Return FedNova's ‖a_i‖₁ for a number of batches, or 1 if `paced` is not set."""
+        """Return FedNova's ‖a_i‖₁ for a round of `steps` batches, or 1 if `paced` is not set."""
         if not self.paced:
             return 1.0
         return self.local.optimizer.effective_steps(
@@ -305,7 +314,7 @@ class Learner:
         )
 
     def macs(self, member: Member, sizes: Sequence[int]) -> int:
-        """Return the multiply-adds of training on batches of these sizes.
+        """Return the multiply-adds of training `member` on batches of these sizes.
 
         A backward pass costs as much as two forward passes.
         """
@@ -316,7 +325,12 @@ class Learner:
         )
 
     def lesson_macs(self, member: Member, public: int) -> int:
-        """Return the multiply-adds of the lesson, given the number of public samples."""
+        """Return the multiply-adds of the lesson.
+
+        Args:
+            member: Net that the client trains.
+            public: Number of public samples.
+        """
         if self.lesson is None:
             return 0
         count = num_drawn(self.lesson.teacher_draw, public)
@@ -345,7 +359,12 @@ class Learner:
         )
 
     def start_slots(self, weights: State, member: Member) -> OptimizerState:
-        """Return optimizer slots filled with zeros."""
+        """Return optimizer slots filled with zeros.
+
+        Args:
+            weights: Weights by name, whose shapes, dtype and device the slots have.
+            member: Net that is trained.
+        """
         return {
             slot: {name: torch.zeros_like(weights[name]) for name in member.trainable}
             for slot in self.local.optimizer.slots
@@ -353,7 +372,7 @@ class Learner:
 
 
 def nets_of(phases: Sequence[Phase], member: Member) -> tuple[Member, ...]:
-    """Return the nets that phases run, each once."""
+    """Return the nets of `member` that phases run, each once."""
     return tuple(dict.fromkeys(net for phase in phases for net in phase.objective.nets(member)))
 
 

@@ -71,7 +71,7 @@ class Objective(ABC):
 
     @abstractmethod
     def __call__(self, view: View) -> Tensor:
-        """Return the loss, a scalar."""
+        """Return the loss, a scalar. `view` has the batch, and runs the nets on it."""
 
     @abstractmethod
     def nets(self, member: Member) -> tuple[Member, ...]:
@@ -81,7 +81,10 @@ class Objective(ABC):
         """
 
     def passes(self, member: Member) -> tuple[Passes, ...]:
-        """Return how often it runs each net. By default that is once forward and once backward."""
+        """Return how often it runs each net of `member`.
+
+        By default that is once forward and once backward.
+        """
         return tuple(Passes(net) for net in self.nets(member))
 
     @property

@@ -44,20 +44,26 @@ class ClientPass(ABC):
         return 0
 
     def batch_size(self, local: LocalTraining) -> int:
-        """Return the number of samples that run at once. By default it is that of training."""
+        """Return the number of samples that run at once.
+
+        By default it is that of `local`, the client's training.
+        """
         return local.batch_size
 
     def mode(self, local: LocalTraining) -> Pass:
-        """Return how nets run. By default they run as in a training step."""
+        """Return how nets run. By default they run as in a training step of `local`."""
         return local.norm.training_pass(local.scaler)
 
     @abstractmethod
     def __call__(self, view: View) -> State:
-        """Return the named tensors of one batch. It must be pure, because it may be vmapped."""
+        """Return the named tensors of one batch, which `view` has.
+
+        The function must be pure, because it may be called under `vmap`.
+        """
 
     @abstractmethod
     def passes(self, member: Member) -> tuple[Passes, ...]:
-        """Return how often it runs each net on a batch."""
+        """Return how often it runs each net of `member` on a batch."""
 
     def merged(self, parts: Sequence[Weights], sizes: Sequence[int]) -> State:
         """Return the result of all batches: by default the mean over samples.
@@ -76,7 +82,7 @@ class ClientPass(ABC):
         }
 
     def macs(self, member: Member) -> int:
-        """Return the multiply-adds for one sample."""
+        """Return the multiply-adds of the nets of `member` for one sample."""
         return sum(net_passes.macs for net_passes in self.passes(member))
 
 

@@ -28,6 +28,10 @@ class Region(ABC):
         """Return the positions of one weight that may change.
 
         The result is True (all positions), False (none), or a boolean tensor of the weight's shape.
+
+        Args:
+            member: Net that the client trains.
+            name: Name of the weight in the net.
         """
 
 

@@ -128,5 +128,8 @@ class MethodState:
 
         The function must be pure, without branches on values, because an engine may run it for many
         clients at once (`torch.func.vmap`).
+
+        Args:
+            trained: Weights, slots and extras of the client after its last step.
         """
         return Left()

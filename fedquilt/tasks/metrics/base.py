@@ -43,7 +43,12 @@ class Metric:
         return cls()
 
     def unfit(self, output_shape: tuple[int, ...]) -> str:
-        """Return the reason why outputs of this shape cannot be measured, or an empty string."""
+        """Return the reason why outputs cannot be measured, or an empty string.
+
+        Args:
+            output_shape: Shape of a model's output with its classes in dimension 1. Its first
+                entry has no effect.
+        """
         return ""
 
 
@@ -66,7 +71,10 @@ class SumMetric(Metric, ABC):
 
     @abstractmethod
     def value(self, total: Tensor) -> float:
-        """Return the metric from sums over all batches, or NaN if nothing was counted."""
+        """Return the metric from `total`, the sums over all batches.
+
+        The result is NaN if nothing was counted.
+        """
 
 
 class CollectedMetric(Metric, ABC):

@@ -1,4 +1,4 @@
-"""Partitions: every client has samples, no sample is assigned twice, and a seed gives equal parts."""
+"""Partitions: every client has samples, none is assigned twice, and a seed repeats the parts."""
 
 from __future__ import annotations
 

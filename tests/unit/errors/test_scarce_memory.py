@@ -1,4 +1,4 @@
-"""A lack of memory that does not look like one: libraries that cannot be loaded, and lost errors."""
+"""Lack of memory that appears as another problem: unloadable libraries, and lost errors."""
 
 from __future__ import annotations
 

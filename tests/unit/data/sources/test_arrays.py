@@ -193,7 +193,8 @@ def test_a_small_file_that_unpacks_to_a_large_one_is_refused_first(tmp_path, mon
     monkeypatch.setattr("fedquilt.hardware.process.free_memory", lambda: 2 * size - 2)
     with pytest.raises(
         DataError,
-        match=rf"takes {size:,} bytes in memory, and half of the free memory is .*--max-bytes {size} ",
+        match=rf"takes {size:,} bytes in memory, and half of the free memory is .*"
+        rf"--max-bytes {size} ",
     ):
         npz(str(tmp_path / "x.npz"))
     assert npz(str(tmp_path / "x.npz"), max_bytes=size).num_classes == 2
