@@ -16,7 +16,7 @@ from fedquilt.tasks import Classification, Task
 
 @dataclass(frozen=True)
 class Terms:
-    """What a request says about the federation, besides its numbers."""
+    """Method, link and task of a federation, which a request carries as settings."""
 
     method: Method
     link: Link = PERFECT

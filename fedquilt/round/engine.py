@@ -38,7 +38,7 @@ class Spent(NamedTuple):
 
 @dataclass(frozen=True)
 class Attendance:
-    """Which devices were asked in a round of a deployment, and what became of their replies."""
+    """Devices that were asked in a round of a deployment, and the fate of their replies."""
 
     asked: tuple[int, ...]  # Clients that got a request
     missing: Mapping[int, str]  # Clients without a reply, and the reason

@@ -73,7 +73,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Request:
-    """What the server asks a device to train. Tensors are in the files of its message."""
+    """Order of the server to train jobs. Tensors are in the files of its message."""
 
     run: str  # Identity of the run, which is the same after a resume
     round: int  # Counted from 0
@@ -173,7 +173,7 @@ class Request:
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a device says about one job, besides the tensors."""
+    """Numbers that a device reports for one job, besides the tensors."""
 
     columns: int | None  # Columns of the upload that arrive. None: all. 0: nothing arrives
     steps: int  # Optimizer steps of the client in all rounds if it counts them, else in this round
@@ -184,7 +184,7 @@ class JobResult:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a device answers to a request. It states no positions."""
+    """Report of a device on a request. It states no positions."""
 
     run: str
     round: int  # Counted from 0
@@ -287,7 +287,7 @@ def packet_file(
 
 @dataclass(frozen=True)
 class Expected:
-    """What a job says about its file, before the file is read."""
+    """Contents that a file must have, as its job determines them."""
 
     outline: Outline  # Names and positions of what was sent
     reach: Submodel | None  # Positions that arrive. None: nothing does

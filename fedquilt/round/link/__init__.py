@@ -255,7 +255,7 @@ class Link:
         ).weights
 
     def codec_of(self, transmission: Transmission) -> BaseCodec | None:
-        """Return the codec of a direction, or None if nothing is coded in it."""
+        """Return the codec of a `transmission`, or None if nothing is coded in its direction."""
         return self.coder if self.coder and (transmission.up or self.coder.down) else None
 
 

@@ -54,7 +54,10 @@ class Outline:
         )
 
     def shapes(self, names: Names, world: World) -> dict[str, torch.Size]:
-        """Return the shapes of weights at the positions that are sent, by name."""
+        """Return the shapes of the weights `names` at the positions that are sent.
+
+        They follow from the layout of the family in `world`.
+        """
         layout = world.family.layout
         kept = {axis: len(positions) for axis, positions in self.submodel.index.items()}
         sizes = layout.sizes | self.submodel.arch.sizes | kept
@@ -101,7 +104,7 @@ class Packet:
 class Unpacked:
     """A payload as it arrived, and the change of weights that was decoded for it."""
 
-    payload: Payload
+    payload: Payload  # Weights, slots and extras at the positions that arrived
     change: Tensor | None = None  # (value,) Decoded change. None: weights are not coded
 
 
