@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fedquilt.cli import main
+from fedquilt.cli.main import main
 from fedquilt.runs.round_log import parse
 from fedquilt.runs.summary_file import summary_text
 from tests.fuzz.folders import train
