@@ -78,9 +78,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             ["--model", "faulty.py:net"],
             2,
-            "faulty.py:net was called and failed: ValueError: no net (faulty.py:32, in net)",
+            "faulty.py:net was called and failed: ValueError: no net (faulty.py:33, in net)",
         ),
-        (["--data", "faulty.py:data"], 2, "It was raised in faulty.py:38, in data."),
+        (["--data", "faulty.py:data"], 2, "It was raised in faulty.py:40, in data."),
     ],
 )
 def test_an_error_in_the_users_code_shows_its_line(
