@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
@@ -113,6 +113,7 @@ class Device:
         family: The model, traced or built from the code that the device has.
         folder: Folder for the state between rounds. None: it is kept in memory.
         device: Where tensors are trained.
+        allowed: References to code, such as "mine.py:Mine", that a server may name.
     """
 
     def __init__(
@@ -121,9 +122,11 @@ class Device:
         family: Family,
         folder: Path | None = None,
         device: torch.device | None = None,
+        allowed: Collection[str] = (),
     ) -> None:
         self.data, self.family, self.folder = data, family, folder
         self.device = device or torch.device("cpu")
+        self.allowed = tuple(allowed)
         self.trained = 0  # Requests that were trained, and not answered from a stored reply
         self._states: dict[str, DeviceStates] = {}
         self._families: dict[str, Family] = {}  # By fingerprint, as methods adapt them
@@ -212,7 +215,7 @@ class Device:
             raise FormatError(
                 f"the request has {len(request.submodels)} jobs and {len(message.files)} files"
             )
-        terms = Terms.read(request.settings)
+        terms = Terms.read(request.settings, self.allowed)
         family = self._family(request, terms)
         data = self._data(request.client.id)
         precision = _precision(request)

@@ -201,7 +201,9 @@ class Fleet:
                 "period."
             )
 
-    def draw_cohort(self, round: int, seed: int, online: Sequence[int] | None = None) -> list[int]:
+    def draw_cohort(
+        self, round: int, seed: int, online: Sequence[int] | None = None, attempt: int = 0
+    ) -> list[int]:
         """Draw the clients of one round from those that are available.
 
         If fewer than `cohort` are available, all of them are returned. There may be none.
@@ -210,6 +212,7 @@ class Fleet:
             round: Round, from 0.
             seed: Random seed of the run.
             online: Clients that can be reached, in ascending order. None: all.
+            attempt: Number of cohorts of this round whose replies were too few to count. 0: none.
 
         Returns:
             Clients in ascending order.
@@ -217,7 +220,8 @@ class Fleet:
         Raises:
             ConfigError: A client that can be reached is not in the fleet.
         """
-        key = noise.key(seed, noise.Stream.COHORT, round)
+        words = (round, attempt) if attempt else (round,)
+        key = noise.key(seed, noise.Stream.COHORT, *words)
         if online is not None:
             self._check_online(online)
             reachable = online if self.presence is None else self.presence.among(round, online)

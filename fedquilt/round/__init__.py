@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fedquilt.errors import DivergenceError
+from fedquilt.errors import DivergenceError, TrainingError
 from fedquilt.fleets.fleet import Fleet
 from fedquilt.round.budgets import planned
 from fedquilt.round.client_checks import are_finite
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from fedquilt.round.method import Method
 
 _log = logging.getLogger(__name__)
+MAX_ATTEMPTS = 10  # Cohorts that are asked in one round, if too few clients reply
 
 
 @dataclass(frozen=True)
@@ -86,24 +87,37 @@ def run_round(
     world = federation.world
     method = federation.method
 
-    # Draw the cohort, and plan what each client trains.
-    cohort = [
-        fleet.client(id, server.round, world.seed, engine.size(id), position)
-        for position, id in enumerate(fleet.draw_cohort(server.round, world.seed, engine.online()))
-    ]
-    jobs = [
-        Job(client, submodel, server.round)
-        for client in cohort
-        for submodel in planned(method, server, client, world)
-    ]
-    if method.keeps_nets:
-        for job in jobs:
-            method.resumed(job, memory_of(server, job), world)
+    for attempt in range(MAX_ATTEMPTS):
+        # Draw the cohort, and plan what each client trains.
+        ids = fleet.draw_cohort(server.round, world.seed, engine.online(), attempt)
+        cohort = [
+            fleet.client(id, server.round, world.seed, engine.size(id), position)
+            for position, id in enumerate(ids)
+        ]
+        jobs = [
+            Job(client, submodel, server.round)
+            for client in cohort
+            for submodel in planned(method, server, client, world)
+        ]
+        if method.keeps_nets:
+            for job in jobs:
+                method.resumed(job, memory_of(server, job), world)
 
-    # Train, and merge the updates.
-    outcome, fold = train_until_deadline(federation, server, jobs, engine)
-    for client_id, reason in outcome.missing.items():
-        _log.warning("client %d did not reply in round %d: %s", client_id, server.round + 1, reason)
+        # Train.
+        outcome, fold = train_until_deadline(federation, server, jobs, engine)
+        for client_id, reason in outcome.missing.items():
+            _log.warning(
+                "client %d did not reply in round %d: %s", client_id, server.round + 1, reason
+            )
+        if engine.counts(outcome):
+            break
+    else:
+        raise TrainingError(
+            f"too few of the clients of round {server.round + 1} have replied, in each of "
+            f"{MAX_ATTEMPTS} cohorts. The server's state is that of the round before."
+        )
+
+    # Merge the updates.
     merged = merged_of(method, fold, server)
     _check_merged(method, server, merged)
     new_server = replace(

@@ -49,6 +49,11 @@ class Attendance:
     wire_up: int = 0  # Bytes of all replies, with notes and headers
 
     @property
+    def replied(self) -> tuple[int, ...]:
+        """Return the clients whose round counted, in ascending order."""
+        return tuple(sorted({*self.asked} - {*self.absent}))
+
+    @property
     def absent(self) -> tuple[int, ...]:
         """Return the clients whose round did not count, in ascending order."""
         return tuple(sorted({**self.missing, **self.failed, **self.refused}))
@@ -247,6 +252,13 @@ class Engine(ABC):
     def online(self) -> Sequence[int] | None:
         """Return the clients that can be reached now, in ascending order. None: all clients."""
         return None
+
+    def counts(self, outcome: Outcome) -> bool:
+        """Return True if the round of an outcome counts, and False if another cohort is asked.
+
+        Simulated clients always reply, so that every round counts.
+        """
+        return True
 
     @property
     def settings(self) -> Mapping[str, bool | int | float | str]:

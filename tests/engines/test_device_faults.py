@@ -16,6 +16,7 @@ import pytest
 import fedquilt as fq
 from fedquilt.deployment.device import Device
 from fedquilt.deployment.in_process import InProcess
+from fedquilt.deployment.terms import Terms
 from fedquilt.engines.flower.courier import Delivery
 from fedquilt.engines.sequential import Sequential
 from fedquilt.methods import FedAvg, FedBN, FedRolex, Scaffold, SplitMix
@@ -222,3 +223,60 @@ def test_faults_cost_the_rounds_of_their_clients_and_nothing_else(
 def test_a_thousand_schedules_of_faults(first, perceptron, make_data, play, tmp_path):
     for seed in range(first, first + 100):
         check_schedule(seed, perceptron, make_data, play, tmp_path)
+
+
+# --- rounds that close ----------------------------------------------------------------------------
+
+
+def prepared(family, data, play, faults=None, **options):
+    start = play(FedAvg(), family, data, rounds=1)
+    engine = deployed(start, family, data, faults=faults, **options)
+    fleet = fq.Fleet.of((1.0,), CLIENTS, 2)
+    settings = {"evaluation": fq.Evaluation(every=0), "precision": "fp64"}
+    return fq.prepare(FedAvg(), family, data, fleet, engine, **settings)
+
+
+def test_a_round_closes_when_enough_devices_have_replied(perceptron, make_data, play):
+    data = make_data(perceptron, (7, 4, 9, 5), public=0)
+    run = prepared(perceptron, data, play, enough=1).train(1)
+    attendance = run.records[0].attendance
+    assert len(attendance.asked) == 2
+    assert len(attendance.replied) == 1
+    assert list(attendance.missing.values()) == ["the round closed with 1 replies"]
+
+
+def test_another_cohort_is_asked_if_too_few_devices_reply(perceptron, make_data, play):
+    data = make_data(perceptron, (7, 4, 9, 5), public=0)
+    fleet = fq.Fleet.of((1.0,), CLIENTS, 2)
+    first = set(fleet.draw_cohort(0, 0))
+    others = [set(fleet.draw_cohort(0, 0, None, attempt)) for attempt in range(1, 10)]
+    assert any(cohort.isdisjoint(first) for cohort in others)
+
+    run = prepared(
+        perceptron,
+        data,
+        play,
+        faults=lambda client, reply: [None] if client in first else [reply],
+        least=2,
+    ).train(1)
+    assert set(run.records[0].attendance.replied).isdisjoint(first)
+
+
+def test_a_round_in_which_nobody_replies_fails_and_changes_nothing(perceptron, make_data, play):
+    data = make_data(perceptron, (7, 4, 9, 5), public=0)
+    run = prepared(perceptron, data, play, faults=lambda client, reply: [None])
+    with pytest.raises(fq.errors.TrainingError, match="too few of the clients of round 1"):
+        run.train(1)
+    assert run.server.round == 0
+
+
+def test_code_that_a_server_names_runs_only_if_the_owner_named_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("raise SystemExit('it was imported')\n")
+    plain = {"method": {"name": "mine.py:Mine"}}
+    with pytest.raises(fq.errors.ConfigError, match=r"names the code 'mine.py:Mine'; the owner"):
+        Terms.read(plain)
+    (tmp_path / "mine.py").write_text(
+        "from fedquilt.methods.api import Method\nclass Mine(Method):\n    pass\n"
+    )
+    assert type(Terms.read(plain, ["mine.py:Mine"]).method).__name__ == "Mine"

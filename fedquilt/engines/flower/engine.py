@@ -117,6 +117,10 @@ class Exchange:
                 continue
             self.wire_up += delivery.message.bytes
             self._read(delivery.message, requests[client].digest, client, server)
+            if len(self.accepted) >= (self._engine.enough or math.inf):
+                closed = f"the round closed with {len(self.accepted)} replies"
+                self.missing |= {other: closed for other in requests if other not in self.accepted}
+                break
         for client in requests:
             if client not in self.accepted.keys() | self.failed | self.refused.keys() | self.anew:
                 self.missing.setdefault(client, "no reply came")
@@ -173,6 +177,8 @@ class Flower(Sequential):
         run_id: Identity of the run, which is the same after a resume.
         terms: Settings of method, link and task as plain values, from which a device rebuilds them.
         deadline: Seconds that devices have in a round.
+        enough: Valid replies after which a round closes. 0: it waits for all, until the deadline.
+        least: Fewest valid replies with which a round counts. With fewer, another cohort is asked.
         max_rms: Largest root mean square of a weight's change or of a slot. Replies above it are
             refused.
     """
@@ -181,6 +187,8 @@ class Flower(Sequential):
     run_id: str = ""
     terms: Mapping[str, Any] = field(default_factory=dict)
     deadline: float = math.inf
+    enough: int = 0
+    least: int = 1
     max_rms: float = math.inf
 
     def online(self) -> Sequence[int] | None:
@@ -220,6 +228,11 @@ class Flower(Sequential):
                 macs = self.macs(client, sent_job.learner, member, sizes)
                 outcome.charge(client, sent_job.down, result.up[number], macs, sent_job.first)
                 outcome.stacks += 1
+
+    def counts(self, outcome: Outcome) -> bool:
+        """Return True if at least `least` devices have replied."""
+        attendance = outcome.attendance
+        return attendance is None or len(attendance.replied) >= self.least
 
     def _over(self, data: FederatedData) -> Sequential:  # type: ignore[override]
         """Return an engine of this process, because the server itself trains on public samples."""
