@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from fedquilt.cli.compare import CompareRequest
 from fedquilt.cli.data import DataRequest
+from fedquilt.cli.deployment import JoinCommand, KeysRequest, ServeCommand
 from fedquilt.cli.options import (
     Assignments,
     By,
@@ -467,6 +468,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "data": DataRequest,
     "probe": ProbeRequest,
     "check": CheckRequest,
+    "keys": KeysRequest,
+    "serve": ServeCommand,
+    "join": JoinCommand,
     "supernet": SupernetRequest,
 }
 # Commands of two words, such as `supernet train`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import shutil
@@ -23,6 +24,27 @@ START_SECONDS = 60.0  # Time until a server listens
 CONTROL_SECONDS = 120.0  # Time for one command of flwr
 MAX_LOG_BYTES = 64 << 20  # A log that is larger is begun anew when its process is restarted
 LOG_TAIL_BYTES = 4000
+
+
+def _libc() -> ctypes.CDLL | None:
+    """Return the C library on Linux. None: another system."""
+    if sys.platform != "linux":
+        return None
+    return ctypes.CDLL(None)
+
+
+_LIBC = _libc()
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+def _end_with_parent() -> None:
+    """Let this process be ended with its parent, even if the parent is killed.
+
+    Without this, a killed `fedquilt serve` would leave a SuperLink that holds the database, and a
+    ServerApp that holds the lock of the run's folder.
+    """
+    assert _LIBC is not None
+    _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -91,6 +113,8 @@ class Process:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # It makes one system call and takes no lock, so that threads do not matter.
+                preexec_fn=_end_with_parent if _LIBC else None,  # noqa: PLW1509
             )
         self.starts += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -32,11 +33,14 @@ class SuperLink:
     Args:
         home: Folder for its database, logs and settings.
         keys: Certificates and device keys. None: plain HTTP, and every key is accepted.
+        port: Port on loopback.
+        is_external: True: somebody else has started it, and nothing is started or stopped here.
     """
 
     home: Path
     keys: KeyFolder | None = None
     port: int = field(default_factory=free_port)
+    is_external: bool = False
 
     def __post_init__(self) -> None:
         env = environment(self.home)
@@ -53,6 +57,7 @@ class SuperLink:
         self.link = Process("the SuperLink", command, env, self.home / "superlink.log")
         command = [program("flower-superexec"), "--superexec-auth-secret-file", secret, *trust]
         command += ["--runtime-api-address", f"127.0.0.1:{self.port}"]
+        command += ["--parent-pid", str(os.getpid())]
         self.executor = Process("the SuperExec", command, env, self.home / "superexec.log")
         self._stack = ExitStack()
 
@@ -63,6 +68,8 @@ class SuperLink:
 
     def __enter__(self) -> SuperLink:
         self._write_connection()
+        if self.is_external:
+            return self
         try:
             self._stack.callback(self.link.stop)
             self.link.start()
@@ -79,7 +86,9 @@ class SuperLink:
 
     def mend(self) -> list[str]:
         """Start processes again that have ended, and return their names."""
-        mended = []
+        mended: list[str] = []
+        if self.is_external:
+            return mended
         for process in (self.link, self.executor):
             if not process.is_running:
                 process.start()
