@@ -10,6 +10,7 @@ list.py       `fedquilt list`
 data.py       `fedquilt data`
 probe.py      `fedquilt probe`
 check.py      `fedquilt check`
+deployment.py `fedquilt keys`, `serve` and `join`
 supernet.py   `fedquilt supernet train`, `show`, `measure` and `import`
 search.py     `fedquilt supernet search`
 options.py    flags that several commands share

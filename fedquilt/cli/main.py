@@ -26,6 +26,7 @@ from fedquilt.cli.check import CheckRequest
 from fedquilt.cli.clients import ClientsRequest
 from fedquilt.cli.compare import CompareRequest
 from fedquilt.cli.data import DataRequest
+from fedquilt.cli.deployment import JoinCommand, KeysRequest, ServeCommand
 from fedquilt.cli.export import ExportRequest
 from fedquilt.cli.list import ListRequest
 from fedquilt.cli.options import (
@@ -58,6 +59,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "data": DataRequest,
     "probe": ProbeRequest,
     "check": CheckRequest,
+    "keys": KeysRequest,
+    "serve": ServeCommand,
+    "join": JoinCommand,
     "supernet": SupernetRequest,
 }
 # Commands of two words, such as `supernet train`.

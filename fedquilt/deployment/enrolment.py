@@ -1,0 +1,231 @@
+"""First contact: a server describes its model and samples, and a device introduces itself.
+
+Both are JSON. `About` accompanies every message, so that a device that was restarted needs nothing
+but the message. A device applies the server's normalisation, because one that is measured on its
+own samples would differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fedquilt.checks import whole
+from fedquilt.config.resolve import resolved
+from fedquilt.config.writing import write
+from fedquilt.data import FederatedData, Pool
+from fedquilt.data.scale import Scale
+from fedquilt.deployment.roster import MAX_SIZE, check_name, read_budget
+from fedquilt.errors import ConfigError, FormatError
+from fedquilt.family import Family
+from fedquilt.names import is_reference
+from fedquilt.runs.model_settings import Model, traced
+from fedquilt.storage.tensor_files import bounded_json
+from fedquilt.terms import Budget
+
+VERSION = 1
+MAX_DEPTH = 16  # Nested brackets
+MAX_CLASSES = 1 << 20
+MAX_REASON = 500  # Characters of a device's reason
+
+
+@dataclass(frozen=True)
+class ModelTerms:
+    """The model or models that a server trains."""
+
+    model: Model | tuple[Model, ...]
+
+
+@dataclass(frozen=True)
+class About:
+    """What a device has to know about the server's model and samples."""
+
+    run: str  # Identity of the run
+    model: Any  # Settings of the model or of several models, as plain values
+    shape: tuple[int, ...]  # Shape of a stored sample
+    dtype: str  # Type of stored samples, such as "uint8"
+    classes: int  # Number of classes. 0: targets are no classes
+    # Normalisation as nested lists (mean, standard deviation). None: stored values are used
+    scale: tuple[Any, Any] | None = None
+
+    @staticmethod
+    def of(run: str, models: Sequence[Model], data: Pool) -> About:
+        """Return what devices have to know about data and models.
+
+        Args:
+            run: Identity of the run.
+            models: Models of the server.
+            data: Samples of the server, as they are stored.
+        """
+        terms = ModelTerms(tuple(models) if len(models) > 1 else models[0])
+        scale = None
+        if data.scale is not None:
+            scale = data.scale.mean.tolist(), data.scale.std.tolist()
+        dtype = str(data.inputs.dtype).removeprefix("torch.")
+        shape = tuple(data.inputs.shape[1:])
+        return About(run, write(terms)["model"], shape, dtype, data.num_classes, scale)
+
+    def to_bytes(self) -> bytes:
+        """Return the description as JSON."""
+        plain = {
+            "version": VERSION,
+            "run": self.run,
+            "model": self.model,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "classes": self.classes,
+            "scale": None if self.scale is None else list(self.scale),
+        }
+        return json.dumps(plain).encode()
+
+    @staticmethod
+    def read(text: bytes) -> About:
+        """Read a description.
+
+        Raises:
+            FormatError: It is none, or one of another version.
+        """
+        plain = bounded_json(text, MAX_DEPTH)
+        keys = {"version", "run", "model", "shape", "dtype", "classes", "scale"}
+        if not isinstance(plain, dict) or plain.keys() != keys or plain["version"] != VERSION:
+            raise FormatError(f"the server's description is none of version {VERSION}")
+        if not isinstance(plain["run"], str) or not isinstance(plain["dtype"], str):
+            raise FormatError("the server's description has no run or no type of samples")
+        shape = plain["shape"]
+        if not isinstance(shape, list) or not all(whole(size, 1) for size in shape):
+            raise FormatError("the server's description has no shape of samples")
+        if not whole(plain["classes"]) or plain["classes"] > MAX_CLASSES:
+            raise FormatError("the server's description has no number of classes")
+        scale = plain["scale"]
+        if scale is not None and (not isinstance(scale, list) or len(scale) != 2):
+            raise FormatError("the server's description has no normalisation")
+        return About(
+            plain["run"],
+            plain["model"],
+            tuple(shape),
+            plain["dtype"],
+            plain["classes"],
+            None if scale is None else (scale[0], scale[1]),
+        )
+
+    def fitted(self, data: FederatedData) -> FederatedData:
+        """Return a device's samples with the server's number of classes and normalisation.
+
+        Raises:
+            ConfigError: Samples have another shape, type or more classes.
+        """
+        dtype = str(data.inputs.dtype).removeprefix("torch.")
+        if (tuple(data.inputs.shape[1:]), dtype) != (self.shape, self.dtype):
+            raise ConfigError(
+                f"the server has samples of shape {self.shape} and type {self.dtype}; {data.name} "
+                f"on the device has {tuple(data.inputs.shape[1:])} and {dtype}. Samples of the "
+                "server's kind would work on the device."
+            )
+        if data.num_classes > self.classes:
+            raise ConfigError(
+                f"the server has {self.classes} classes; {data.name} on the device has "
+                f"{data.num_classes}. The server's classes would work on the device."
+            )
+        scale = None
+        if self.scale is not None:
+            try:
+                mean, std = (torch.tensor(values) for values in self.scale)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise FormatError("the server's description has no normalisation") from error
+            scale = Scale(mean, std)
+        return replace(data, num_classes=self.classes, scale=scale)
+
+    def family(self, data: FederatedData, allowed: str | None = None) -> Family:
+        """Trace the server's model with the code that the device has.
+
+        Args:
+            data: The device's samples, as `fitted` returns them.
+            allowed: Model that the device's owner named, which may refer to a file. It replaces
+                the server's name. None: the server's name is used if it is in the list of models.
+
+        Raises:
+            ConfigError: The server names code, or a model that the device does not have.
+        """
+        model = self.model if allowed is None else _renamed(self.model, allowed)
+        for name in _names(model):
+            if is_reference(name) and name != allowed:
+                raise ConfigError(
+                    f"the server's model is {name[:80]!r}, which is code; a device runs only code "
+                    "that its owner named. --model on the device names it."
+                )
+        terms = resolved(ModelTerms, {"model": model}, {}, "the server's description")
+        models = terms.model if isinstance(terms.model, tuple) else (terms.model,)
+        if any(model.is_searched for model in models):
+            raise ConfigError(
+                "the server's nets are searched for its fleet; devices cannot build such nets yet."
+            )
+        return traced(models, data)
+
+
+def _names(model: Any) -> list[str]:
+    """Return all texts in the settings of models, at any depth."""
+    if isinstance(model, str):
+        return [model]
+    if isinstance(model, Mapping):
+        return [name for value in model.values() for name in _names(value)]
+    if isinstance(model, list):
+        return [name for value in model for name in _names(value)]
+    return []
+
+
+def _renamed(model: Any, name: str) -> Any:
+    """Return the settings of one model with another name. The options stay."""
+    if isinstance(model, Mapping):
+        return {**model, "name": name}
+    if isinstance(model, str):
+        return name
+    raise ConfigError(
+        f"--model {name} was asked for on the device; the server has several models, whose names "
+        "the device takes from the server."
+    )
+
+
+@dataclass(frozen=True)
+class Enrolment:
+    """How a device introduces itself. This is all that a server learns before the first round."""
+
+    name: str
+    budget: Budget | None  # None: the device cannot take part
+    size: int = 0  # Training samples
+    failed: str = field(default="")  # Why the device cannot take part. Empty: it can
+
+    def to_bytes(self) -> bytes:
+        """Return the introduction as JSON."""
+        plain = {
+            "version": VERSION,
+            "name": self.name,
+            "budget": None if self.budget is None else self.budget.bounds,
+            "size": self.size,
+            "failed": self.failed[:MAX_REASON],
+        }
+        return json.dumps(plain).encode()
+
+    @staticmethod
+    def read(text: bytes) -> Enrolment:
+        """Read an introduction.
+
+        Raises:
+            FormatError: It is none, or one of another version.
+        """
+        plain = bounded_json(text, MAX_DEPTH)
+        keys = {"version", "name", "budget", "size", "failed"}
+        if not isinstance(plain, dict) or plain.keys() != keys or plain["version"] != VERSION:
+            raise FormatError(f"it is no enrolment of version {VERSION}")
+        name, failed, size = plain["name"], plain["failed"], plain["size"]
+        if not isinstance(name, str) or not isinstance(failed, str):
+            raise FormatError("its name or its reason is no text")
+        check_name(name)
+        if failed:
+            return Enrolment(name, None, 0, failed[:MAX_REASON])
+        if not isinstance(plain["budget"], dict) or not whole(size, 1) or size > MAX_SIZE:
+            raise FormatError("it has no budget or no number of samples")
+        return Enrolment(name, read_budget(plain["budget"]), size)

@@ -1,0 +1,172 @@
+"""The device's side of a deployment: settings of its owner, and the replies to all messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedquilt.data import FederatedData
+from fedquilt.deployment.device import Device
+from fedquilt.deployment.enrolment import About, Enrolment
+from fedquilt.deployment.roster import check_name, read_budget
+from fedquilt.errors import ConfigError, FedquiltError, FormatError
+from fedquilt.hardware.device import device_of
+from fedquilt.names import is_reference, said
+from fedquilt.round.wire import Message, Reply, Request
+from fedquilt.runs.data_settings import Source
+from fedquilt.storage.files import why, write_text
+from fedquilt.storage.tensor_files import bounded_json
+from fedquilt.terms import Budget
+
+SETTINGS = "device.json"  # Name of the file in the state folder of a device
+MAX_REFERENCES = 5  # Names of code that an error lists
+
+
+@dataclass(frozen=True)
+class DeviceSettings:
+    """What the owner of a device decided at `fedquilt join`."""
+
+    name: str  # Name of the device, which the server learns
+    data: str  # Name, file or folder of the samples
+    budget: Budget  # What the device can train, which the server learns
+    state: Path  # Folder for the state between rounds
+    model: str | None = None  # Model of the owner, such as mine.py:net. None: the server's
+    device: str = "cpu"  # Where tensors are trained
+    threads: int = 1  # CPU threads of training
+
+    def save(self) -> Path:
+        """Write the settings to the state folder, and return the path of the file."""
+        plain = {
+            "name": self.name,
+            "data": self.data,
+            "budget": self.budget.bounds,
+            "state": str(self.state),
+            "model": self.model,
+            "device": self.device,
+            "threads": self.threads,
+        }
+        path = self.state / SETTINGS
+        write_text(path, json.dumps(plain, indent=1) + "\n")
+        return path
+
+    @staticmethod
+    def load(path: Path) -> DeviceSettings:
+        """Read the settings that `save` wrote.
+
+        Raises:
+            ConfigError: The file cannot be read, or has other contents.
+        """
+        try:
+            plain = bounded_json(path.read_bytes(), 4)
+            name, data = plain["name"], plain["data"]
+            model, device, threads = plain["model"], plain["device"], plain["threads"]
+            check_name(name)
+            budget = read_budget(plain["budget"])
+            state = Path(plain["state"])
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {why(error)}.") from error
+        except (FormatError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} has no settings of a device: {error}.") from error
+        return DeviceSettings(name, data, budget, state, model, device, threads)
+
+
+class DeviceHost:
+    """Replies to the messages of a server with one device, which is built at the first message.
+
+    Args:
+        settings: What the owner decided.
+        data: Samples of the device. None: they are loaded as the settings say.
+    """
+
+    def __init__(self, settings: DeviceSettings, data: FederatedData | None = None) -> None:
+        self.settings = settings
+        self._data = data
+        self._devices: dict[bytes, Device] = {}  # By the server's description
+
+    @property
+    def data(self) -> FederatedData:
+        """Return the samples of the device, all of which belong to one client."""
+        if self._data is None:
+            self._data = Source(self.settings.data).federate(1, 0)[0]
+        return self._data
+
+    def enrol(self, about: bytes) -> Message:
+        """Introduce the device, after its model and samples were compared with the server's.
+
+        Args:
+            about: The server's description (`About.to_bytes`).
+        """
+        settings = self.settings
+        try:
+            self._device(about)
+            enrolment = Enrolment(settings.name, settings.budget, self.data.size(0))
+        except FedquiltError as error:
+            enrolment = Enrolment(settings.name, None, failed=str(error))
+        except Exception as error:  # A model of the user may raise anything.
+            enrolment = Enrolment(settings.name, None, failed=said(error))
+        return Message(enrolment.to_bytes())
+
+    def answer(self, about: bytes, message: Message) -> Message:
+        """Train what a request asks for, and return the reply. A failure is a reply, too.
+
+        Args:
+            about: The server's description (`About.to_bytes`).
+            message: A request.
+        """
+        digest = message.digest
+        run, round, base = "", 0, -1
+        try:
+            request = Request.read(message)
+            run, round, base = request.run, request.round, request.base
+            self._refuse_code(request.settings)
+            if request.client.budget != self.settings.budget:
+                raise ConfigError(
+                    f"the server has the budget {request.client.budget} for this device; its "
+                    f"owner allows {self.settings.budget}. The server has to enrol it again."
+                )
+            return self._device(about).answer(message)
+        except FedquiltError as error:
+            reason = str(error)
+        except Exception as error:
+            reason = said(error)
+        return Reply(run, round, base, digest, failed=reason).message()
+
+    def _device(self, about: bytes) -> Device:
+        if about not in self._devices:
+            description = About.read(about)
+            data = description.fitted(self.data)
+            torch.set_num_threads(self.settings.threads)
+            family = description.family(data, self.settings.model)
+            folder = self.settings.state / "rounds"
+            # Another description is another run or another model: only the last one is kept.
+            self._devices = {about: Device(data, family, folder, device_of(self.settings.device))}
+        return self._devices[about]
+
+    def _refuse_code(self, settings: Mapping[str, Any]) -> None:
+        """Refuse a method, link or task that is code, because settings come from the server.
+
+        Reading such a name would import and run the code that it names.
+        """
+        names = [name for name in _texts(settings) if is_reference(name)]
+        if foreign := [name[:80] for name in names if name != self.settings.model]:
+            raise ConfigError(
+                f"the server's settings name code: {', '.join(foreign[:MAX_REFERENCES])}. A device "
+                "runs the methods, links and tasks of fedquilt alone."
+            )
+
+
+def _texts(plain: Any) -> list[str]:
+    """Return all texts in plain values, at any depth, keys included."""
+    if isinstance(plain, str):
+        return [plain]
+    if isinstance(plain, Mapping):
+        parts = [*plain.keys(), *plain.values()]
+        return [text for part in parts for text in _texts(part)]
+    if isinstance(plain, (list, tuple)):
+        return [text for part in plain for text in _texts(part)]
+    return []

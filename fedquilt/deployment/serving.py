@@ -1,0 +1,290 @@
+"""`fedquilt serve`: the processes of a server, and the run that they train."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedquilt.config.toml import read_toml
+from fedquilt.deployment.gate import Gate, OpenGate
+from fedquilt.deployment.keys import (
+    KeyFolder,
+    check_certificate,
+    check_installed,
+    hosts_of,
+    public_key_text,
+)
+from fedquilt.deployment.server import (
+    REQUEST,
+    SETTINGS,
+    STATUS,
+    WORKPLACE,
+    ServeRequest,
+    Status,
+    write_request,
+)
+from fedquilt.deployment.superlink import SuperLink
+from fedquilt.errors import ConfigError
+from fedquilt.round import Record
+from fedquilt.runs.experiment import Experiment
+from fedquilt.runs.folder_files import read_records
+from fedquilt.runs.folder_files import holds_a_run
+from fedquilt.storage.files import make_folder
+
+LOOK_SECONDS = 0.5  # Time between two looks at the run
+APP_SECONDS = 180.0  # Time until a ServerApp that was submitted reports
+MAX_STARTS = 20  # ServerApps that are started for one call of serve
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if a host is this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where devices connect, and how the server is recognised."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free one
+    keys: KeyFolder | None = None  # None: plain HTTP
+    superlink: str | None = None  # Address of a SuperLink on this machine. None: one is started
+
+    def check(self) -> None:
+        """Refuse plain HTTP beyond loopback, and keys that are missing or expired.
+
+        Raises:
+            ConfigError: It says what would work.
+        """
+        if self.keys is None:
+            if not is_loopback(self.host):
+                raise ConfigError(
+                    f"--host {self.host} was asked for without --keys; plain HTTP is for this "
+                    "machine alone. `fedquilt keys` makes certificates, and --keys names them."
+                )
+        else:
+            check_certificate(self.keys.ca)
+            check_certificate(self.keys.server)
+            if not self.keys.device_public_keys:
+                raise ConfigError(
+                    f"--keys {self.keys.path} was asked for; it has no keys of devices "
+                    "(device-1.pub, …). `fedquilt keys` makes them."
+                )
+        if self.superlink is not None:
+            host, _, port = self.superlink.rpartition(":")
+            if not is_loopback(host) or not port.isdecimal():
+                raise ConfigError(
+                    f"--superlink {self.superlink} was asked for; an address of this machine such "
+                    "as 127.0.0.1:8000 would work, because the run is trained beside it."
+                )
+
+    @property
+    def hosts(self) -> list[str]:
+        """Return the names by which devices may call the server."""
+        return [self.host] if self.keys is None else hosts_of(self.keys.server)
+
+    @property
+    def public_keys(self) -> tuple[str, ...]:
+        """Return the public keys of devices, in the order of clients."""
+        if self.keys is None:
+            return ()
+        return tuple(public_key_text(path.read_bytes()) for path in self.keys.device_public_keys)
+
+
+def begin(
+    folder: Path,
+    experiment: Experiment | None,
+    num_clients: int | None,
+    address: Address,
+    deadline: float,
+    least: int,
+) -> tuple[Experiment, ServeRequest]:
+    """Write the request of a new run, or return that of a run which is resumed.
+
+    Args:
+        folder: Folder of the run.
+        experiment: Settings. None: those in the folder.
+        num_clients: Devices to wait for. None: one for each key, or the fleet's number.
+        address: Where devices connect.
+        deadline: Seconds that devices have in a round.
+        least: Devices that have to be online before a round begins.
+
+    Raises:
+        ConfigError: The folder has another run, or the numbers do not fit.
+    """
+    check_installed()
+    address.check()
+    if (folder / WORKPLACE / REQUEST).exists():
+        stored = ServeRequest.load(folder)
+        settings = folder / WORKPLACE / SETTINGS
+        known = Experiment.of(read_toml(settings), file=str(settings))
+        if experiment is not None and experiment.to_toml() != known.to_toml():
+            raise ConfigError(
+                f"--out {folder} was asked for; it has a deployment with other settings. The same "
+                "settings or none resume it; another folder begins a new one."
+            )
+        if num_clients not in (None, stored.num_clients):
+            raise ConfigError(
+                f"--clients {num_clients} was asked for; the run in {folder} has "
+                f"{stored.num_clients} clients. Without --clients it is resumed."
+            )
+        request = ServeRequest(
+            stored.run_id, stored.num_clients, deadline, least, address.public_keys or stored.keys
+        )
+        request.save(folder)
+        return known, request
+    if holds_a_run(folder):
+        raise ConfigError(
+            f"--out {folder} was asked for; a run is there that was not deployed. Another folder "
+            "would work."
+        )
+    if experiment is None:
+        raise ConfigError(
+            f"serve was asked for without settings; there is no deployment in {folder} to resume. "
+            "A file of settings would work: fedquilt serve CONFIG.toml --out DIR."
+        )
+    keys = address.public_keys
+    count = num_clients or len(keys) or experiment.fleet.clients
+    if not count:
+        raise ConfigError("serve was asked for without --clients; it says how many to wait for.")
+    if keys and count > len(keys):
+        raise ConfigError(
+            f"--clients {count} was asked for; there are {len(keys)} keys of devices. "
+            f"`fedquilt keys {address.keys.path if address.keys else ''} --devices {count}` adds "
+            "keys."
+        )
+    if least > count:
+        raise ConfigError(f"--least {least} was asked for; there are {count} clients.")
+    request = ServeRequest(ServeRequest.new_id(), count, deadline, least, keys)
+    write_request(folder, experiment, request)
+    return experiment, request
+
+
+@dataclass
+class Service:
+    """A server that devices can reach, and the run that it trains."""
+
+    folder: Path
+    link: SuperLink
+    gate: OpenGate
+    starts: int = 0  # ServerApps that were started
+
+    def start_app(self) -> None:
+        """Start a ServerApp for the run."""
+        (self.folder / WORKPLACE / STATUS).unlink(missing_ok=True)
+        self.link.submit(self.folder)
+        self.starts += 1
+
+    def follow(
+        self, say: Callable[[str], None], training: Callable[[], Callable[[Record], None]]
+    ) -> None:
+        """Wait until the run is finished. What ends in between is started again.
+
+        Args:
+            say: Prints a line.
+            training: Called once when the training begins. It returns what is called with the
+                record of every round.
+
+        Raises:
+            ConfigError: The ServerApp failed for a reason that another start would not remove.
+        """
+        self.start_app()
+        began, shown, num_seen = time.monotonic(), "", -1
+        watch: Callable[[Record], None] | None = None
+        while True:
+            for name in self.link.mend():
+                say(f"{name} had ended and was started again.")
+            status = Status.load(self.folder)
+            if status and status.state == "waiting" and status.text != shown:
+                shown = status.text
+                say(shown)
+            if status and status.state in ("training", "finished"):
+                if watch is None:
+                    watch = training()
+                num_seen = self._show(watch, num_seen)
+            if status and status.state == "finished":
+                return
+            if status and status.state == "failed":
+                raise ConfigError(f"the run in {self.folder} failed ({status.kind}): {status.text}")
+            is_gone = status is not None and not _is_alive(status.process)
+            is_late = status is None and time.monotonic() - began > APP_SECONDS
+            if is_gone or is_late:
+                if self.starts >= MAX_STARTS:
+                    raise ConfigError(
+                        f"the ServerApp ended {self.starts} times; its log is "
+                        f"{self.link.executor.log}."
+                    )
+                say("The ServerApp had ended. It is started again and resumes the run.")
+                self.start_app()
+                began = time.monotonic()
+            time.sleep(LOOK_SECONDS)
+
+    def _show(self, watch: Callable[[Record], None], num_seen: int) -> int:
+        """Show the rounds that are new, and return the number of the last round."""
+        if not (self.folder / "rounds.jsonl").exists():
+            return num_seen
+        records = read_records(self.folder)
+        for record in records:
+            if record.round > num_seen:
+                watch(record)
+        return records[-1].round if records else num_seen
+
+
+def _is_alive(process: int) -> bool:
+    """Return True if a process exists and has not ended."""
+    try:
+        os.kill(process, 0)
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except ProcessLookupError:
+        return False
+    except OSError:  # It belongs to somebody else, or the system has no /proc.
+        return True
+    return state != "Z"
+
+
+@contextmanager
+def opened(folder: Path, address: Address) -> Iterator[Service]:
+    """Start a SuperLink, register the keys of devices, and open the gate.
+
+    Args:
+        folder: Folder of the run.
+        address: Where devices connect.
+    """
+    home = folder / WORKPLACE / "flower"
+    make_folder(home)
+    home.chmod(0o700)
+    keys = address.keys
+    if address.superlink is None:
+        link = SuperLink(home, keys)
+    else:
+        link = SuperLink(home, keys, int(address.superlink.rpartition(":")[2]), is_external=True)
+    certificate = None if keys is None else (keys.server, keys.server_key)
+    gate = Gate(link.url, None if keys is None else keys.ca)
+    # The port is taken first, because a port in use is the most common mistake.
+    front = OpenGate(gate, address.host, address.port, certificate)
+    try:
+        with link:
+            for public_key in () if keys is None else keys.device_public_keys:
+                link.register(public_key)
+            with front:
+                yield Service(folder, link, front)
+    finally:
+        front.close()
+
+
+def places(address: Address, port: int) -> Sequence[str]:
+    """Return the addresses that devices may join, as host:port."""
+    hosts = address.hosts
+    if address.keys is not None and is_loopback(address.host):
+        hosts = [host for host in hosts if is_loopback(host)]
+    return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]

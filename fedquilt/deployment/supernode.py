@@ -1,0 +1,116 @@
+"""A device that has joined: Flower's SuperNode, and the worker that takes its tasks."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from fedquilt.deployment.host import DeviceSettings
+from fedquilt.deployment.processes import (
+    Process,
+    environment,
+    free_port,
+    new_secret,
+    program,
+    wait_until_listening,
+)
+
+_log = logging.getLogger(__name__)
+WATCH_SECONDS = 1.0  # Time between two looks at the processes
+RESTART_SECONDS = 5.0  # Time before a process is started again
+MAX_RESTART_SECONDS = 60.0
+STABLE_SECONDS = 120.0  # A process that ran for so long is restarted without a longer wait.
+
+Isolation = Literal["process", "subprocess"]
+
+
+@dataclass
+class SuperNode:
+    """A SuperNode, and its worker if the isolation is `process`.
+
+    Args:
+        settings: What the owner decided.
+        address: Address of the server's gate, host:port.
+        ca: CA certificate of the server. None: plain HTTP, for loopback only.
+        key: Private key of the device. None: the SuperNode makes one.
+        isolation: "process": one long-lived worker. "subprocess": a process for each message.
+    """
+
+    settings: DeviceSettings
+    address: str
+    ca: Path | None = None
+    key: Path | None = None
+    isolation: Isolation = "process"
+    port: int = field(default_factory=free_port)
+
+    def __post_init__(self) -> None:
+        home = self.settings.state / "flower"
+        env = environment(home)
+        file = self.settings.save()
+        secret = str(new_secret(home / "secret"))
+        command = [program("flower-supernode"), "--superlink", self.address]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--isolation", self.isolation]
+        command += ["--node-config", f'settings="{file.resolve()}"']
+        if self.isolation == "process":
+            command += ["--superexec-auth-secret-file", secret]
+        if self.ca is None:
+            command.append("--insecure")
+        else:
+            command += ["--root-certificates", str(self.ca)]
+        if self.key is not None:
+            command += ["--auth-supernode-private-key", str(self.key)]
+        self.node = Process("the SuperNode", command, env, home / "supernode.log")
+        worker = [sys.executable, "-m", "fedquilt.deployment.worker"]
+        worker += [f"127.0.0.1:{self.port}", str(file), secret]
+        self.worker = Process("the worker", worker, env, home / "worker.log")
+        self.processes = [self.node]
+        if self.isolation == "process":
+            self.processes.append(self.worker)
+        self._stack = ExitStack()
+        self._due: dict[str, float] = {}  # When a process is started again, by its name
+        self._begun: dict[str, float] = {}  # When a process was started last
+        self._waits: dict[str, float] = {}  # How long the last wait was
+
+    def __enter__(self) -> SuperNode:
+        try:
+            for process in self.processes:
+                self._stack.callback(process.stop)
+                process.start()
+                self._begun[process.name] = time.monotonic()
+            wait_until_listening(self.node, self.port)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def watch(self) -> None:
+        """Start processes again that have ended. A wait between two starts grows up to a minute."""
+        now = time.monotonic()
+        for process in self.processes:
+            name = process.name
+            if process.is_running:
+                continue
+            if name not in self._due:
+                if now - self._begun[name] > STABLE_SECONDS:
+                    self._waits.pop(name, None)
+                wait = min(2 * self._waits.get(name, RESTART_SECONDS / 2), MAX_RESTART_SECONDS)
+                self._waits[name], self._due[name] = wait, now + wait
+                _log.warning(
+                    "%s ended with status %s and is started again in %.0f s.",
+                    name,
+                    process.status,
+                    wait,
+                )
+            elif now >= self._due[name]:
+                del self._due[name]
+                process.start()
+                self._begun[name] = now

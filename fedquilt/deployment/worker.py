@@ -1,0 +1,169 @@
+"""The long-lived worker of a device: it takes the tasks of a SuperNode one after another.
+
+As shipped, a SuperNode starts a process for every message, which imports torch each time and runs
+the app that the server sent. This worker imports torch once, and never runs code of a server. It
+uses internals of flwr, which are all imported in `_internals`. A test lists them. Without them,
+`fedquilt join --isolation subprocess` works.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from fedquilt.deployment.envelope import pack, unpack
+from fedquilt.deployment.host import DeviceHost, DeviceSettings
+from fedquilt.errors import FedquiltError
+
+_log = logging.getLogger(__name__)
+IDLE_SECONDS = 0.3  # Time between two questions for a task
+LOST_SECONDS = 5.0  # Time before a SuperNode that does not answer is asked again
+# Internals of flwr that the worker needs, by module.
+INTERNALS = {
+    "flwr.proto.runtime_pb2": ("AcquireTaskRequest",),
+    "flwr.supercore.constant": ("TaskType",),
+    "flwr.supercore.heartbeat": ("HeartbeatSender", "make_task_heartbeat_fn_http"),
+    "flwr.supercore.interceptors": (
+        "RuntimeTokenHttpInterceptor",
+        "RuntimeVersionHttpInterceptor",
+        "SuperExecAuthHttpInterceptor",
+    ),
+    "flwr.supercore.retry": ("make_simple_http_retry_invoker",),
+    "flwr.supercore.runtime": ("RuntimeHttpClient",),
+    "flwr.supernode.runtime.run_clientapp": (
+        "pull_task_input",
+        "push_message",
+        "push_task_output",
+    ),
+    "flwr.common.constant": ("SubStatus",),
+}
+
+
+def _internals() -> Any:
+    """Import the internals of flwr."""
+    from importlib import import_module
+
+    found = {}
+    for module, names in INTERNALS.items():
+        imported = import_module(module)
+        found |= {name: getattr(imported, name) for name in names}
+    return SimpleNamespace(**found)
+
+
+class Worker:
+    """Takes tasks of a SuperNode on this machine, and answers them with a device.
+
+    Args:
+        address: Address of the SuperNode's runtime, such as 127.0.0.1:9001.
+        host: Replies to messages.
+        secret: Secret that the SuperNode shares with its workers.
+    """
+
+    def __init__(self, address: str, host: DeviceHost, secret: bytes) -> None:
+        self._flwr = _internals()
+        self._address, self._host = address, host
+        self._tasks = self._client(
+            self._flwr.SuperExecAuthHttpInterceptor(
+                master_secret=secret,
+                protected_methods=frozenset({"/flwr.proto.Runtime/AcquireTask"}),
+            )
+        )
+
+    def _client(self, interceptor: Any) -> Any:
+        version = self._flwr.RuntimeVersionHttpInterceptor(component_name="flwr-clientapp")
+        return self._flwr.RuntimeHttpClient.from_server_address(
+            server_address=self._address,
+            insecure=True,  # The runtime listens on loopback.
+            root_certificates=None,
+            interceptors=[version, interceptor],
+            retry_invoker=self._flwr.make_simple_http_retry_invoker(),
+        )
+
+    def serve(self) -> None:
+        """Take tasks until the process ends."""
+        is_lost = False
+        while True:
+            try:
+                has_worked = self.take()
+            except Exception as error:  # The SuperNode may be restarted at any time.
+                if not is_lost:
+                    _log.warning("The SuperNode does not answer: %s", error)
+                is_lost = True
+                time.sleep(LOST_SECONDS)
+                continue
+            if is_lost:
+                _log.warning("The SuperNode answers again.")
+            is_lost = False
+            if not has_worked:
+                time.sleep(IDLE_SECONDS)
+
+    def take(self) -> bool:
+        """Take one task if there is one, and return True if there was."""
+        request = self._flwr.AcquireTaskRequest(
+            supported_task_types=[self._flwr.TaskType.CLIENT_APP]
+        )
+        acquired = self._tasks.AcquireTask(request)
+        if not (acquired.HasField("task") and acquired.token):
+            return False
+        client = self._client(self._flwr.RuntimeTokenHttpInterceptor(acquired.token))
+        heartbeat = self._flwr.HeartbeatSender(self._flwr.make_task_heartbeat_fn_http(client))
+        context, status, details = None, self._flwr.SubStatus.FAILED, "the worker stopped"
+        try:
+            heartbeat.start()
+            message, context, _, _ = self._flwr.pull_task_input(client)
+            self._flwr.push_message(client, reply_to(message, self._host), context)
+            status, details = self._flwr.SubStatus.COMPLETED, ""
+        finally:
+            self._flwr.push_task_output(
+                client=client, context=context, sub_status=status, details=details
+            )
+            if heartbeat.is_running:
+                heartbeat.stop()
+            client.close()
+        return True
+
+
+def reply_to(message: Any, host: DeviceHost) -> Any:
+    """Return Flower's reply to a message of Flower.
+
+    Args:
+        message: A message of type `query`, to which a device introduces itself, or `train`.
+        host: Replies to messages.
+    """
+    from flwr.app import Error
+    from flwr.app import Message as FlowerMessage
+
+    try:
+        content, about = unpack(message.content)
+    except FedquiltError as error:
+        return FlowerMessage(Error(code=2, reason=str(error)), reply_to=message)
+    kind = message.metadata.message_type
+    if kind == "query":
+        reply = host.enrol(about)
+    elif kind == "train":
+        reply = host.answer(about, content)
+    else:
+        unknown = Error(code=2, reason=f"a device does not know {kind[:40]!r}")
+        return FlowerMessage(unknown, reply_to=message)
+    return FlowerMessage(pack(reply), reply_to=message)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run a worker: `python -m fedquilt.deployment.worker ADDRESS SETTINGS SECRET`.
+
+    Args:
+        argv: Address of the SuperNode's runtime, file of the device's settings, file of the secret.
+    """
+    address, settings, secret = argv
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    host = DeviceHost(DeviceSettings.load(Path(settings)))
+    Worker(address, host, Path(secret).read_bytes()).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,107 @@
+"""The roster of a deployment."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+
+from fedquilt.deployment.roster import Roster
+from fedquilt.errors import ConfigError, FormatError, RecordError
+from fedquilt.terms import Budget
+
+KEYS = [f"ecdsa-sha2-nistp384 AAAA{letter}" for letter in "abc"]
+
+
+def roster_of_three() -> Roster:
+    roster = Roster()
+    for number, key in enumerate(KEYS):
+        roster.enrol(key, f"device {number}", Budget(share=1 / 2**number), 10 + number)
+    return roster
+
+
+def test_a_roster_survives_writing_and_reading(tmp_path):
+    roster = roster_of_three()
+    roster.save(tmp_path / "roster.json")
+    assert Roster.load(tmp_path / "roster.json").entries == roster.entries
+    assert [entry.client for entry in roster] == [0, 1, 2]
+
+
+def test_a_missing_file_is_an_empty_roster(tmp_path):
+    assert len(Roster.load(tmp_path / "roster.json")) == 0
+
+
+def test_a_device_that_returns_keeps_its_number():
+    roster = roster_of_three()
+    since = roster.entries[1].since
+    entry = roster.enrol(KEYS[1], "renamed", Budget(macs=1000), 99)
+    assert (entry.client, entry.name, entry.size, entry.since) == (1, "renamed", 99, since)
+    assert entry.budget == Budget(macs=1000)
+    assert len(roster) == 3
+
+
+def test_a_device_that_was_struck_off_cannot_return_and_its_number_is_not_used_again(tmp_path):
+    roster = roster_of_three()
+    roster.strike_off(2)
+    roster.save(tmp_path / "roster.json")
+    roster = Roster.load(tmp_path / "roster.json")
+    with pytest.raises(ConfigError, match="was struck off"):
+        roster.enrol(KEYS[2], "back", Budget(share=1), 5)
+    new = roster.enrol("ecdsa-sha2-nistp384 AAAAd", "new", Budget(share=1), 5)
+    assert new.client == 3
+    with pytest.raises(ConfigError, match="client 9"):
+        roster.strike_off(9)
+
+
+def changed(**values: object) -> bytes:
+    plain = {"version": 1, "devices": [entry.to_dict() for entry in roster_of_three()]}
+    plain["devices"][0] |= values
+    return json.dumps(plain).encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"{" * 10_000,
+        pickle.dumps({"version": 1, "devices": []}),
+        b'{"version": 2, "devices": []}',
+        b'{"version": 1, "devices": {}}',
+        b'{"version": 1, "devices": [], "more": 1}',
+        b'{"version": 1, "version": 1, "devices": []}',
+        changed(client=1),
+        changed(client=-1),
+        changed(client=True),
+        changed(client="0"),
+        changed(key=KEYS[1]),
+        changed(key="ssh-rsa AAAA"),
+        changed(key="ecdsa-sha2-nistp384 " + "A" * 1000),
+        changed(name=""),
+        changed(name="two\nlines"),
+        changed(name="x" * 101),
+        changed(size=0),
+        changed(size=2**60),
+        changed(size=1.5),
+        changed(budget={}),
+        changed(budget={"share": 2}),
+        changed(budget={"share": float("nan")}),
+        changed(budget={"share": "1"}),
+        changed(budget={"speed": 1}),
+        changed(more=1),
+    ],
+)
+def test_files_that_are_no_roster_are_refused(text, tmp_path):
+    with pytest.raises(FormatError):
+        Roster.read(text)
+    (tmp_path / "roster.json").write_bytes(text)
+    with pytest.raises(RecordError, match=r"roster\.json cannot be read"):
+        Roster.load(tmp_path / "roster.json")
+
+
+def test_a_link_in_place_of_the_file_is_not_followed(tmp_path):
+    roster_of_three().save(tmp_path / "other.json")
+    (tmp_path / "roster.json").symlink_to(tmp_path / "other.json")
+    with pytest.raises(RecordError, match="symbolic link"):
+        Roster.load(tmp_path / "roster.json")
