@@ -32,7 +32,7 @@ from fedquilt.fleets.presets import Given
 from fedquilt.names import said
 from fedquilt.round import Evaluation
 from fedquilt.runs.checkpoint import Checkpointing
-from fedquilt.runs.experiment import SMALL, Experiment, Ground
+from fedquilt.runs.experiment import MAX_SINGLE_THREAD_MACS, Experiment, Ground
 from fedquilt.runs.folder import Folder
 from fedquilt.runs.folder_files import holds_a_run
 from fedquilt.runs.loop import complete
@@ -294,7 +294,7 @@ def prepared(
         courier: Carries messages to devices.
         request: What `fedquilt serve` asked for.
     """
-    is_small = ground.family.member(ground.family.whole).macs < SMALL
+    is_small = ground.family.member(ground.family.whole).macs < MAX_SINGLE_THREAD_MACS
     usual = 1 if is_small else torch.get_num_threads()
     torch.set_num_threads(experiment.engine.threads or usual)
     engine = Deployed(

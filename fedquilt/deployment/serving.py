@@ -32,8 +32,7 @@ from fedquilt.deployment.superlink import SuperLink
 from fedquilt.errors import ConfigError
 from fedquilt.round import Record
 from fedquilt.runs.experiment import Experiment
-from fedquilt.runs.folder_files import read_records
-from fedquilt.runs.folder_files import holds_a_run
+from fedquilt.runs.folder_files import holds_a_run, read_records
 from fedquilt.storage.files import make_folder
 
 LOOK_SECONDS = 0.5  # Time between two looks at the run
