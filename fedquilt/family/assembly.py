@@ -33,7 +33,7 @@ def assemble(
         weights: Its weights by name. Missing ones are cut from the traced module.
         shared: True: the module shares memory with `weights`. False: it has copies of them.
         extract: True: of a module with variants, only the member's variant is returned. False: the
-            result still has the methods of `Variants`. Without effect for other modules.
+            result still has the methods of `Variants`. Other modules are not affected.
     """
     member = family.member(submodel)
     module = family.built(member)

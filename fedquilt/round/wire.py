@@ -274,9 +274,9 @@ def packet_file(
     Args:
         packet: Content that travels over the link. None: all of it got lost.
         first: Weights that a client gets once, such as its private net. Links do not lose them.
-        initial: Weights before the first round. The client starts from them where weights are not
-            sent or get lost, and codecs code changes since then. Empty: the client needs none, or
-            has them.
+        initial: Weights before the first round. A client starts from them where weights are not
+            sent or get lost, and codecs code changes of them. Empty: the client needs none, or has
+            them.
     """
     tensors = {f"first/{name}": value for name, value in first.items()}
     tensors |= {f"initial/{name}": value for name, value in initial.items()}

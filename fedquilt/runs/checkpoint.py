@@ -248,7 +248,10 @@ class Checkpoints:
         self._prune()
 
     def _prune(self) -> None:
-        """Remove files that no kept checkpoint lists: old, damaged and incomplete ones."""
+        """Remove files that no kept checkpoint lists: old, damaged and incomplete ones.
+
+        The newest `keep` checkpoints are kept, and the best rounds that they name.
+        """
         manifests = {**self._older, **{manifest.round: manifest for manifest in self._intact}}
         del self._intact[: -self.keep]
         best_rounds = {manifest.best for manifest in self._intact} - {

@@ -39,13 +39,12 @@ def plan_of(
         scale: Name of one of its scales.
         data_folder: Folder that has the data files and supernets of the chosen rows.
         seeds: Random seeds. Empty: those of the scale.
-        rows: Parts of names of rows, ignoring case. A complete name chooses this row alone. Empty:
-            all rows.
+        rows: Texts that the names of rows contain, ignoring case. A text that is a complete name
+            chooses this row alone. Empty: all rows.
         assignments: Settings that replace those of the table in every row. Empty: none.
 
     Raises:
-        ConfigError: There is no such scale, or no name of a row contains one of the texts in
-            `rows`.
+        ConfigError: There is no such scale, or one of the texts is in no row's name.
         DataError: A file that a chosen row needs is missing.
     """
     part = replace(preset, rows=tuple(chosen_rows(preset, rows)))

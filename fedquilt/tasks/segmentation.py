@@ -159,8 +159,9 @@ class Segmentation(Classification):
     def _entropies(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return each sample's mean cross-entropy over the voxels that count: (sample,).
 
-        The divisor is the sum over these voxels of the weight of their class, as torch has it.
-        Without class weights it is the number of these voxels. A sample without such voxels has 0.
+        As in `torch.nn.CrossEntropyLoss`, the divisor is the sum of the class weights of these
+        voxels. Without class weights it is the number of these voxels. A sample without such voxels
+        has 0.
         """
         entropies = super().losses(outputs, targets).flatten(1).sum(1)
         counted = self._voxels(targets)

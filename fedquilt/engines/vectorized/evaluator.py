@@ -340,10 +340,11 @@ class Evaluator:
         return (key, captured), [rows for rows in batches if len(rows) != size]
 
     def _end_pass(self, keyed: KeyedPass) -> State:
-        """Return the sums of a captured pass over its batches, and list the pass as idle.
+        """Return the sums of a captured pass over all its batches, and list the pass as idle.
 
-        The sums are of norm statistics or of metrics, as `_pass_function` chose. They are not
-        copied. The next pass that begins with the same key overwrites them.
+        Batches that remain are run first. The sums are of norm statistics or of metrics, as
+        `_pass_function` chose. They are not copied: the next pass with the same key overwrites
+        them.
         """
         key, captured = keyed
         self.idle_passes[key].append(captured)
