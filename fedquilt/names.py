@@ -130,7 +130,10 @@ def is_in_module(name: str) -> bool:
 
 
 def is_reference(name: str) -> bool:
-    """Return True if a name means a class or function in a file or a module, and not in a table."""
+    """Return True if a name refers to code: `file.py`, `file.py:NAME` or `package.module:NAME`.
+
+    Other names are keys of a table of known names, such as `fedavg`, or data such as `hub:mnist`.
+    """
     return is_file(name) or is_in_module(name)
 
 

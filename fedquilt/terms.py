@@ -230,10 +230,14 @@ class Budget:
 
 
 def _number(bound: float | str | None, name: str) -> float | None:
-    """Return the bound of a budget as a number.
+    """Return the bound of a budget as a number. A text such as "28M" is parsed.
+
+    Args:
+        bound: The bound. If it is not a text, it is returned unchanged and unchecked.
+        name: Name of the bound, which decides the units that are allowed.
 
     Raises:
-        BudgetError: It is a text that is not a number with a unit.
+        BudgetError: It is a text that is not a number with such a unit.
     """
     if not isinstance(bound, str):
         return bound

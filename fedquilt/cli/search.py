@@ -194,13 +194,18 @@ class SearchRequest:
 def validation_on(
     name: str, labels: Literal["rotations", "own"], supernet: Supernet, file: str
 ) -> Validation:
-    """Return the images on which members of a supernet are measured.
+    """Return the images on which members of a supernet are measured, and those for its norms.
+
+    The last fifth of the images is for measuring, and the others are for norm statistics.
 
     Args:
-        name: Name of a data set, a file or a folder.
+        name: Name of a data set, or path of a file or folder.
         labels: Labels that the supernet was trained to predict.
-        supernet: The supernet, whose number of classes the labels must have.
+        supernet: The supernet.
         file: File of the supernet, for the error.
+
+    Raises:
+        ConfigError: The number of classes or the shape of the images differs from the supernet's.
     """
     from fedquilt.data.sources import source
     from fedquilt.supernet import SupernetData

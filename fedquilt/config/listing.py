@@ -119,10 +119,10 @@ def _rows_of_optional(hint: Any, path: str, help: str) -> Rows:
 
 
 def _rows_of_variants(default_rows: Rows, variants: Mapping[str, Rows]) -> Rows:
-    """Return the rows of the tables that are not selected, as `path (name)`.
+    """Return the rows of the tables that are not the default, by `path (name)`.
 
-    A row that the selected table has as well is left out if every table has the setting. If some
-    table lacks it, as plain SGD lacks `beta1`, each of the others shows it.
+    A row that equals the default table's is left out if every table has the setting. If some table
+    lacks it, as plain SGD lacks `beta1`, each of the others shows it.
 
     Args:
         default_rows: Rows of the default table, by path.

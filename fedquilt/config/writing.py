@@ -70,7 +70,10 @@ def write(value: Any, kind: Any = None) -> Any:
 
 
 def _has_defaults(value: Any) -> bool:
-    """Return True if all fields of a dataclass have their defaults."""
+    """Return True if all fields of a dataclass that files can set have their defaults.
+
+    Other fields, such as those without `init`, are ignored. A field without a default gives False.
+    """
     return all(
         getattr(value, key) == default(field_info)
         for key, field_info in fields_of(type(value)).items()

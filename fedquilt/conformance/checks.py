@@ -154,7 +154,7 @@ def check_learner(case: Case) -> str:
 
 
 def _jobs(case: Case) -> Iterator[Job]:
-    """Yield a job of every client for every round in which plans change."""
+    """Yield the jobs of every client in every round in which plans change, one for each net."""
     for round in case.settled.turns(case.world):
         server = replace(case.server, round=round)
         for client in case.clients:
@@ -327,7 +327,7 @@ CHECKS: Mapping[str, Callable[[Case], str]] = {
 
 
 def _positions(plan: Sequence[Submodel]) -> str:
-    """Describe a plan by the positions of its first axis."""
+    """Describe a plan for a message, by the first positions of one axis of its first sub-model."""
     if not plan or not plan[0].index:
         return "no positions"
     axis, positions = next(iter(plan[0].index.items()))

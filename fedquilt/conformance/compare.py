@@ -51,7 +51,10 @@ def check_same(
 
 
 def _difference(tensor: Tensor, other: Tensor, tolerance: float) -> str:
-    """Describe how two tensors differ, with {} for their name. Empty: they are equal."""
+    """Describe how two tensors differ, with {} for their name.
+
+    The result is empty if they have equal shapes and differ by at most `tolerance` everywhere.
+    """
     if tensor.shape != other.shape:
         return f"in the shape of {{}}: {tuple(tensor.shape)} and {tuple(other.shape)}."
     distance = 0.0

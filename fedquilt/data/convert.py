@@ -222,7 +222,16 @@ def count_classes(name: str, targets: Tensor, test_targets: Tensor, announced: i
 
 
 def _numbers(array: Array, description: str, fit: str) -> Tensor:
-    """Return whole numbers as int64. `fit` says in the message what would work."""
+    """Convert whole numbers or booleans to a tensor of int64.
+
+    Args:
+        array: Array or tensor.
+        description: Name of the values in the message, in the plural.
+        fit: Advice in the message on what would work.
+
+    Raises:
+        DataError: The values have another type, such as float.
+    """
     array = array.numpy(force=True) if isinstance(array, Tensor) else np.asarray(array)
     if array.dtype.kind not in "bui":
         raise DataError(f"{description} are {array.dtype}; {fit}.")

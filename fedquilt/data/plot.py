@@ -181,7 +181,15 @@ def _names(data: FederatedData, by: By) -> list[str]:
 
 
 def _joined(counts: Tensor, max_columns: int) -> Tensor:
-    """Sum neighbouring groups until there are at most `max_columns` columns."""
+    """Sum neighbouring columns in sets of equal size, so that at most `max_columns` remain.
+
+    Args:
+        counts: (client, group) Number of samples of each class or domain.
+        max_columns: Largest number of columns. At or above the number of groups it has no effect.
+
+    Returns:
+        (client, column) The sums. The last one may be of fewer groups.
+    """
     width = -(-counts.shape[1] // max_columns)
     pad = -counts.shape[1] % width
     return torch.nn.functional.pad(counts, (0, pad)).reshape(len(counts), -1, width).sum(2)

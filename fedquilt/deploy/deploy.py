@@ -116,7 +116,13 @@ class WeightSource:
         return nets
 
     def weights(self, net: Submodel) -> dict[str, Tensor]:
-        """Return the weights of a net, as views if possible, with norm statistics if stored."""
+        """Return the weights of a sub-model by name, without its scope.
+
+        The server's weights are views where possible, so copy them before writing. Weights that its
+        state does not have, such as norm statistics that were not stored, are left out. A client's
+        weights are those it would start training from: received without loss, kept by the client,
+        or initial.
+        """
         run, world = self.run, self.run.world
         if self.client is None:
             member_names = world.family.member(net).names

@@ -314,7 +314,16 @@ class Device:
         updates: Sequence[Update],
         losses: Sequence[float],
     ) -> Reply:
-        """Return what the device says about its jobs."""
+        """Return the report on a request: results of its jobs, number of samples, and classes.
+
+        Args:
+            request: The request.
+            digest: Digest of the request, by which the server assigns the reply.
+            federation: World, method and link. The link has the packets of the uploads.
+            engine: Engine that trained the jobs.
+            updates: Update of each job.
+            losses: Mean training loss of each job.
+        """
         world = federation.world
         mask = engine.classes_held(request.client.id)
         results = []

@@ -362,9 +362,14 @@ class ClientInputs(Engine):
         return self._shuffled("validation", parts)
 
     def _shuffled(self, name: SampleSet, parts: Parts) -> Tensor:
-        """Return the positions of all clients' samples in an order that depends only on the seed.
+        """Return the positions in the training set of all clients' samples, mixed at random.
 
-        Each set is shuffled once for each seed, because a fleet may be large.
+        Samples of different clients are shuffled together. The order depends only on the world's
+        seed. It is cached for each set, because shuffling the samples of a large fleet takes long.
+
+        Args:
+            name: Name of the set, by which the result is cached.
+            parts: Positions of each client's samples in the set.
         """
         seed = self.world.seed
         if name not in self._orders or self._orders[name][0] != seed:

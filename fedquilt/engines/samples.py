@@ -150,9 +150,14 @@ def _cut(
 
 
 def _are_apart(codes: Tensor, batch_size: int) -> bool:
-    """Return True if every batch has samples of one domain only.
+    """Return True if evaluating each domain alone gives the same batches as all domains at once.
 
-    Domains then follow each other, and all but the last fill whole batches.
+    For that, domains must follow each other, and all but the last must fill whole batches. The last
+    one needs two samples or more, because a single sample is not evaluated alone.
+
+    Args:
+        codes: Domain of each sample, in the order of evaluation, (sample,).
+        batch_size: Samples in a full batch.
     """
     runs, lengths = torch.unique_consecutive(codes, return_counts=True)
     is_contiguous = len(runs) == len(runs.unique())

@@ -251,7 +251,13 @@ class Simulation(ClientInputs):
         return outcome.costs
 
     def _begin_round(self, federation: Federation, server: Server, jobs: Sequence[Job]) -> None:
-        """Begin a round, or refuse its jobs."""
+        """Begin a round, and check all its jobs.
+
+        Raises:
+            SubmodelError: A job has a scope that the server's state lacks, or positions that do not
+                fit.
+            BudgetError: A job exceeds its client's budget.
+        """
         self.begin(federation)
         scopes = server.scopes
         for submodel, job in {job.submodel: job for job in jobs}.items():

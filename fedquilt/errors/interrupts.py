@@ -36,7 +36,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Return True if a module is being imported."""
+    """Return True if a stack frame or one of its callers is importing a module."""
     while frame is not None:
         if frame.f_code.co_filename == _IMPORTING:
             return True

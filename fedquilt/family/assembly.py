@@ -31,9 +31,9 @@ def assemble(
         family: The family.
         submodel: The member and its positions.
         weights: Its weights by name. Missing ones are cut from the traced module.
-        shared: True: the module shares the weights. False: it has copies.
-        extract: True: the result is a module of the user's class. False: a module with variants
-            stays one.
+        shared: True: the module shares memory with `weights`. False: it has copies of them.
+        extract: True: of a module with variants, only the member's variant is returned. False: the
+            result still has the methods of `Variants`. Other modules are not affected.
     """
     member = family.member(submodel)
     module = family.built(member)

@@ -153,9 +153,10 @@ def pool_layer(layer: nn.AdaptiveAvgPool2d, input: Tensor) -> Tensor:
 
 
 def _pool(rng: SeededRandomness | None, input: Tensor, output_size: Any) -> Tensor:
-    """Pool adaptively. Pooling to one value is computed as a mean.
+    """Run `F.adaptive_avg_pool2d`, but compute pooling to one value as a mean.
 
-    torch changes the strides of its result in place, which stacks of clients do not support.
+    For one value torch changes the strides of its result in place, which stacks of clients do not
+    support. `rng` has no effect. It is there because all replacements of functions get it.
     """
     if output_size in (1, (1, 1), [1, 1]):
         return input.mean((-2, -1), keepdim=True)

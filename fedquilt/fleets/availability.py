@@ -234,7 +234,17 @@ class Presence:
 
 
 def _merged(clients: Ints, starts: Ints, ends: Ints, size: int) -> tuple[Ints, Ints, Ints]:
-    """Merge stays of one client that overlap or touch, so that no client is listed twice."""
+    """Merge stays of one client that overlap or touch, so that a slot has every client once.
+
+    Args:
+        clients: Client of each stay, (stay,).
+        starts: First slot of each stay, (stay,).
+        ends: Slot after the last one of each stay, (stay,).
+        size: Number of slots. No stay ends later.
+
+    Returns:
+        Clients, starts and ends of the merged stays, in ascending order of clients and starts.
+    """
     order = np.lexsort((starts, clients))
     base = clients[order] * (size + 1)  # Intervals of clients follow one another.
     begin, reach = base + starts[order], np.maximum.accumulate(base + ends[order])

@@ -226,7 +226,15 @@ class FedET(Prototypes):
         )
 
     def _transferred(self, server: Server, world: World) -> dict[str, Tensor]:
-        """Return the weights of prototypes that are replaced by those of the server's net."""
+        """Return new weights of the prototypes, copied from the server's net after its training.
+
+        These are all trainable weights whose shapes are equal in both nets, besides those of the
+        output layer. On a union there are none.
+
+        Args:
+            server: State after the training of the server's net.
+            world: Family, task and random seed.
+        """
         layout = world.family.layout
         net = self.server_net(world)
         transferred: dict[str, Tensor] = {}

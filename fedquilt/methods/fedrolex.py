@@ -91,7 +91,14 @@ class FedRolex(Method):
         return budget.share if budget.macs is budget.params is budget.memory is None else None
 
     def _step(self, share: float, size: int) -> int:
-        """Return the channels by which the window moves each round."""
+        """Return the number of channels by which the window moves each round.
+
+        It is `shift`, unless an `overlap` of successive windows is set.
+
+        Args:
+            share: Share of the channels that the window has, in (0, 1].
+            size: Number of all channels of the axis.
+        """
         if self.overlap is None:
             return self.shift
         return 1 + math.floor(round(share * (1 - self.overlap) * size, 9))  # 0.29 * 100 == 28.999…

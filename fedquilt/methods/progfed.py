@@ -439,10 +439,14 @@ class ProgFed(Method):
 
     @override
     def figures(self, server: Server, world: World, gradients: Gradients) -> dict[str, float]:
-        """Return the inner method's figures, and those of theorem 1 if `alignment` is above 0.
+        """Return the inner method's figures, and two of theorem 1 if `alignment` is above 0.
+
+        They are alpha_t (`alignment`) and q_t (`norm_discrepancy`) of the paper's equation 11. Both
+        compare the gradient of the stage that was trained last with that of the whole model.
+        `measure` computes them on as many training samples as the setting `alignment` says.
 
         Args:
-            server: State x_t.
+            server: State x_t, after t rounds.
             world: Family, task and random seed.
             gradients: Function that returns gradients of nets on training samples.
         """

@@ -274,12 +274,17 @@ class RaFL(Method):
 
     @override
     def fit(self, budget: Budget, world: World, rounding: Rounding = "floor") -> Arch:
-        """Return the knowledge net paired with the largest private net within the limits.
+        """Return a pair: the knowledge net and the largest private net within the limits.
+
+        The result has the weights of both nets. A forward pass runs the knowledge net.
 
         Args:
             budget: Limits of the client.
             world: World with a union.
             rounding: It has no effect, because no net is cut.
+
+        Raises:
+            BudgetError: The limits are a share below 1, or allow none of the private nets.
         """
         return world.family.at(joined(WHOLE, self.private_for(budget, world))).whole
 

@@ -127,7 +127,10 @@ class Mean(Fold):
                 self._count(submodel, home, state, weight, effective_steps)
 
     def _pieces(self, scope: str, weights: Weights) -> dict[Piece, dict[str, Tensor]]:
-        """Group the weights of a scope by the piece that each of them belongs to."""
+        """Group the weights of a scope by the piece that each of them belongs to.
+
+        Norm statistics are apart from weights that were learnt. A large weight on a CPU is alone.
+        """
         pieces: dict[Piece, dict[str, Tensor]] = {}
         for name, value in weights.items():
             full_weight = self._old[scope + name]

@@ -266,12 +266,17 @@ class Reply:
 def packet_file(
     packet: Packet | None, first: Weights = NOTHING, initial: Weights = NOTHING
 ) -> bytes:
-    """Return the tensors of one job as a safetensors file.
+    """Return the tensors of one job as the bytes of a safetensors file.
+
+    The name of a tensor begins with its kind: `first/`, `initial/`, `weights/`, `slots/`, `extras/`
+    or `messages/`.
 
     Args:
-        packet: What travels over the link. None: all of it got lost.
+        packet: Content that travels over the link. None: all of it got lost.
         first: Weights that a client gets once, such as its private net. Links do not lose them.
-        initial: Weights before the first round that the client needs and does not receive.
+        initial: Weights before the first round. A client starts from them where weights are not
+            sent or get lost, and codecs code changes of them. Empty: the client needs none, or has
+            them.
     """
     tensors = {f"first/{name}": value for name, value in first.items()}
     tensors |= {f"initial/{name}": value for name, value in initial.items()}

@@ -206,11 +206,14 @@ class Checkpoints:
         return sorted(int(path.stem) for path in self._manifests if path.stem.isdecimal())
 
     def save(self, server: Server, about: Mapping[str, Any]) -> None:
-        """Save a state. Its cost depends on the model and on the client states that changed only.
+        """Write a checkpoint of a state, and remove files that are not needed any more.
+
+        The bytes written depend on the size of the model and of those client states that changed,
+        and not on the number of clients. If writing fails, earlier checkpoints stay intact.
 
         Args:
             server: State to save.
-            about: Further values for the manifest.
+            about: Further values for the manifest, as JSON can hold them.
 
         Raises:
             RecordError: The files cannot be written.
@@ -245,7 +248,10 @@ class Checkpoints:
         self._prune()
 
     def _prune(self) -> None:
-        """Remove files that no kept checkpoint lists: old, damaged and incomplete ones."""
+        """Remove files that no kept checkpoint lists: old, damaged and incomplete ones.
+
+        The newest `keep` checkpoints are kept, and the best rounds that they name.
+        """
         manifests = {**self._older, **{manifest.round: manifest for manifest in self._intact}}
         del self._intact[: -self.keep]
         best_rounds = {manifest.best for manifest in self._intact} - {

@@ -152,12 +152,16 @@ class ClientStates(MutableMapping[Key, ClientState]):
     # --- checkpoints -----------------------------------------------------------------------------
 
     def save(self, path: Path) -> Draft:
-        """Write the states that changed since the last checkpoint as a new pack.
+        """Write the states that changed since the last checkpoint into new packs.
 
-        `saved` must be called once the whole checkpoint is written. More than `LARGE` bytes make
-        several packs, whose names are `path` with a number. Some older packs are copied into the
-        new one and thereby dropped. The copied bytes are bounded by the bytes that changed, now or
-        earlier.
+        The first pack is the file `path`. A full pack (`FULL_PACK_BYTES`) is followed by another
+        one, with a number in its name. States in older packs that are small or mostly outdated are
+        copied into the new packs (`_worth_keeping`). This object does not delete the files of such
+        packs.
+
+        Returns:
+            All packs of the new checkpoint. Once its other files are written too, pass this draft
+            to `saved`. Until then the states still count as changed.
         """
         kept_packs = self._worth_keeping(path.parent)
         repacked = [pack for pack in self._packs if pack not in kept_packs]
@@ -197,10 +201,11 @@ class ClientStates(MutableMapping[Key, ClientState]):
     def _worth_keeping(self, folder: Path) -> list[Pack]:
         """Return the packs that a checkpoint in a folder keeps without copying them.
 
-        Two kinds of packs are copied. (1) Packs that are mostly outdated, so that disk use stays
-        within about twice the current states. The copied bytes are bounded by the bytes that
-        changed, or by `LARGE`. (2) The newest packs, as long as they are no larger than what is
-        written anyway. Packs then grow geometrically, so that there are few of them.
+        Three kinds of packs are copied. (1) Packs in other folders. (2) Packs that are mostly
+        outdated, so that disk use stays within about twice the current states. Their copied bytes
+        are bounded by the bytes that changed, or by `FULL_PACK_BYTES` if these are fewer. (3) The
+        newest packs, as long as they are no larger than what is written anyway. Packs then grow
+        geometrically, so that there are few of them.
         """
         size = self._size_of_changes()
         kept_packs, room = [], max(size, FULL_PACK_BYTES)

@@ -192,7 +192,20 @@ def check_nets(
 def _trained(
     federation: Federation, server: Server, fleet: Fleet, engine: Engine
 ) -> Iterator[tuple[Member, Learner]]:
-    """Yield the members that clients of the first budgets train, each with its learner."""
+    """Yield the members that clients train in the course of the run, each with its learner.
+
+    The first `MAX_BUDGETS` different budgets of the fleet are tried, each with its first client, in
+    every round in which plans change. A member may come several times.
+
+    Args:
+        federation: World, method and link.
+        server: State before the first round.
+        fleet: Devices and their budgets.
+        engine: Engine of the run, which has the clients' numbers of samples.
+
+    Raises:
+        ConfigError: A learner does not fit the run's task.
+    """
     method, world = federation.method, federation.world
     for budget in fleet.kinds[:MAX_BUDGETS]:
         first = fleet.first(budget)

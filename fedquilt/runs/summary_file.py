@@ -106,7 +106,15 @@ def _problem_in_best_round(best: Any, rounds: int) -> str:
 
 
 def _problem_in_figures(summary: Mapping[str, Any], labels: Mapping[str, str]) -> str:
-    """Return an error in the metrics of a summary. Empty: there is none."""
+    """Return the first problem in the metrics of a summary. Empty: there is none.
+
+    `metrics` must be a table with a table for every metric. Such a table, and also `accuracy`, must
+    have a number for every share. A share must be a number, or a key of `labels`.
+
+    Args:
+        summary: Content of a summary.json.
+        labels: Names of shares in tables, by share as text.
+    """
     metrics = summary.get("metrics", {})
     if not isinstance(metrics, dict):
         return f"metrics = {metrics!r} was found; a table fits"

@@ -157,7 +157,12 @@ class Segmentation(Classification):
         return losses.sum() / self.total(targets).clamp(min=1).to(losses.dtype)
 
     def _entropies(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return each sample's mean cross-entropy. The divisor is the sum of the class weights."""
+        """Return each sample's mean cross-entropy over the voxels that count: (sample,).
+
+        As in `torch.nn.CrossEntropyLoss`, the divisor is the sum of the class weights of these
+        voxels. Without class weights it is the number of these voxels. A sample without such voxels
+        has 0.
+        """
         entropies = super().losses(outputs, targets).flatten(1).sum(1)
         counted = self._voxels(targets)
         weights = self._class_weights(entropies.dtype, targets.device)

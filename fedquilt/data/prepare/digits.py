@@ -145,10 +145,10 @@ def _usps(files: Mapping[str, Fetched], split: str, count: int, key: int) -> Sam
 
 
 def _libsvm(file: Fetched) -> Samples:
-    """Return the images (n, 16, 16) and digits of a LIBSVM text.
+    """Return the images (n, 16, 16) from 0 to 255 and the digits of a LIBSVM text.
 
     A line has the digit plus 1, followed by `pixel:value` with pixels from 1 on and values from −1
-    to 1.
+    to 1. Pixels that it does not list are 0 there, which is 128 in the image.
     """
     lines = unpacked(file).splitlines()
     pixels = np.zeros((len(lines), math.prod(USPS_SHAPE)))
@@ -174,9 +174,16 @@ def _libsvm(file: Fetched) -> Samples:
 
 
 def _mnistm(files: Mapping[str, Fetched], split: str, count: int, key: int) -> Samples:
-    """Read MNIST-M: PNG files, and a list of their names and digits.
+    """Return `count` images (n, side, side, 3) and digits of MNIST-M, equally many of each digit.
 
-    The archive is read twice, because the list may come after the files it names.
+    The archive has PNG files, and a list of their names and digits. It is read twice, because the
+    list may come after the files it names.
+
+    Args:
+        files: Downloaded files by name.
+        split: Part of the data: "train" or "test".
+        count: Number of images, which are drawn at random.
+        key: Key of the random numbers.
     """
     file = files["mnist_m.tar.gz"]
     folder = f"mnist_m/mnist_m_{split}"

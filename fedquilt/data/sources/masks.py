@@ -345,7 +345,18 @@ def _check_labels(labels: tuple[int, ...], ignored: int | None) -> None:
 
 
 def _numbered(pair: Pair, labels: tuple[int, ...], ignored: int | None, file: Path) -> Pair:
-    """Return the pair with classes in its mask, and −100 in place of the ignored value."""
+    """Return a pair whose mask has classes, and −100 in place of the ignored value.
+
+    Args:
+        pair: Image and mask with the values of the file.
+        labels: Value of each class: the mask gets k where the file has `labels[k]`. Empty: values
+            are classes already.
+        ignored: Value of voxels that do not count. None: there is none.
+        file: File of the mask, for the message.
+
+    Raises:
+        DataError: The mask has a value that is no class.
+    """
     values = np.unique(pair.mask)
     class_values = values[values != ignored]
     if labels:

@@ -229,10 +229,11 @@ def _json(path: Path, content: bytes) -> Any:
 
 
 def _from_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> Texts:
-    """Read texts from the arrays `text` and `start`.
+    """Read texts from the arrays `text`, `start` and, if present, `users`.
 
     `text` has UTF-8 bytes with one text per line, user after user. `start` has the index of each
-    user's first byte.
+    user's first byte. `users` has the name of each user, which is a number without it. Empty lines
+    are left out.
     """
     if missing := [key for key in ("text", "start") if key not in arrays]:
         raise DataError(

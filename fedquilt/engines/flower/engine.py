@@ -305,7 +305,13 @@ class Flower(Sequential):
     def _job_file(
         self, server: Server, job: Job
     ) -> tuple[bytes, SentJob, int | None, Submodel | None]:
-        """Return the file of a job, what is kept of it, and the columns and initial positions."""
+        """Return the download of a job, and what the server needs to read the reply.
+
+        Returns:
+            The file that is sent. The job as the server remembers it. The number of columns that
+            arrive (None: all, 0: nothing). The positions of the initial weights in the file (None:
+            it has none).
+        """
         federation, link = self.federation, self.federation.link
         learner = learner_of(self.method, job, self.world)
         memory = _counted(memory_of(server, job))

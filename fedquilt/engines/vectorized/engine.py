@@ -263,7 +263,15 @@ class Vectorized(Simulation):
         return stacks
 
     def _teach(self, stack: Stack, lesson: Learner) -> None:
-        """Train the clients of a stack on public samples before they train on their own."""
+        """Train the clients of a stack on public samples before they train on their own.
+
+        The resulting weights replace those of `stack`, as if the clients had received them. The
+        optimizer begins without slots, and its slots are dropped afterwards.
+
+        Args:
+            stack: Clients with their starting states. It is changed.
+            lesson: Settings of the training on public samples.
+        """
         public = self.on_public(self.world)
         public.begin(self.federation)
         public.extra_shapes = self.extra_shapes

@@ -340,7 +340,12 @@ class Evaluator:
         return (key, captured), [rows for rows in batches if len(rows) != size]
 
     def _end_pass(self, keyed: KeyedPass) -> State:
-        """Return the sums of a captured pass, and keep the pass for later use."""
+        """Return the sums of a captured pass over all its batches, and list the pass as idle.
+
+        Batches that remain are run first. The sums are of norm statistics or of metrics, as
+        `_pass_function` chose. They are not copied: the next pass with the same key overwrites
+        them.
+        """
         key, captured = keyed
         self.idle_passes[key].append(captured)
         return captured.end()

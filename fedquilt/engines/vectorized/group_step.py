@@ -126,7 +126,7 @@ class GroupStep(GroupTensors):
     def _close(
         self, losses: Tensor, old_state: State, old_slots: Mapping[str, State], masked: bool
     ) -> None:
-        """Store the losses of a step, and restore clients that had no batch in it.
+        """End a step: store its losses, restore clients that had no batch, and advance by one.
 
         Args:
             losses: Losses of the step, (client,).

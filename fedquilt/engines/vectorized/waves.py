@@ -73,9 +73,10 @@ def _split(
 def _by_samples(engine: Vectorized, jobs: list[Job]) -> list[list[Job]]:
     """Group clients by their number of samples if this gives few groups.
 
-    Their last batches then have equal sizes and can be captured. With many groups, all clients
-    are returned as one group in ascending order of their samples. A captured step lasts as long
-    for every client as for the largest one.
+    Their last batches then have equal sizes and can be captured. With many groups, all clients are
+    returned as one group in ascending order of their samples. A captured step lasts as long for
+    every client as for the largest one. If steps are not captured, all clients are one group in
+    their present order.
     """
     if not engine.captures_steps:
         return [jobs]

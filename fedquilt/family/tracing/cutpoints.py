@@ -290,7 +290,7 @@ def _are_fewer(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
 
 
 def _shrinks(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Return True if the resolution is at most halved.
+    """Return True if some size drops to half or less, or if dimensions vanish.
 
     The small loss by a convolution without padding does not count.
     """
@@ -304,11 +304,23 @@ def _shrinks(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
 def _where_resolution_changes(
     options: Sequence[CutPoint], cuts: Sequence[CutPoint], run: Run
 ) -> list[int]:
-    """Return the numbers of the candidates at which the resolution changes.
+    """Return the candidates after which the resolution drops, as ascending indices in `options`.
 
-    A pooling ends the stage that it is in. A layer with a stride begins a stage, and so does an
-    operation that removes the positions. The stage before it ends with the last of the outermost
-    modules that have the same resolution.
+    The resolution is the size of all dimensions besides batch and channels, such as height and
+    width. It drops between two neighbouring cuts if `_shrinks` is True for them. There are two
+    cases:
+
+    (1) A pooling. No convolution or product comes between the cuts, and some resolution remains.
+    The candidate of these cuts is returned, so that the pooling belongs to the stage before it.
+
+    (2) A layer with a stride, or the loss of all resolution by a flattening or a mean. The stage
+    ends before it. Of all candidates since the last drop, the outermost module is returned, and of
+    several the last.
+
+    Args:
+        options: Possible ends of stages, as `candidates` chose them from `cuts`.
+        cuts: All cut points, in order.
+        run: The run that they were found in. Its output counts as one more cut.
     """
     assert isinstance(run.output, Value)
     end = CutPoint(("",), run.output, len(run.calls), _cumulative_macs(run.calls)[-1])

@@ -169,7 +169,12 @@ class _Solver:
             unify(*_cancel(leaf_dim, quotient))
 
     def _isolate(self, poly: Poly, dim: Dim) -> tuple[Leaf, Dim] | None:
-        """Solve `poly` = `dim` for one leaf. None: there is not exactly one unknown."""
+        """Solve `poly` = `dim` for one leaf, and return the leaf and its dimension.
+
+        Of several unsolved leaves, all that have a dimension are divided out until one leaf is
+        left. The result is None if `poly` is a sum, if several unknown leaves remain, if a leaf has
+        a power that cannot be solved for, or if a division leaves a remainder.
+        """
         if len(poly) != 1:
             return None
         ((powers, factor),) = poly.items()

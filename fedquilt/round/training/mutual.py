@@ -107,7 +107,10 @@ class Mutual(Wrapping):
             return view.logits(net)
 
     def _apart(self, view: View, outputs: Tensor, teacher: Tensor) -> Tensor:
-        """Return w D(teacher ‖ outputs), the mean over the batch."""
+        """Return w D(teacher ‖ outputs), averaged over the batch.
+
+        D is the mean squared difference if `distance` is "logits", else the task's divergence.
+        """
         if not self.weight:
             return outputs.new_zeros(())
         if self.distance == "logits":
