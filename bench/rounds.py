@@ -153,7 +153,7 @@ class Theirs:
         settings = {
             "lr": OPTIMISER.lr,
             "momentum": OPTIMISER.momentum,
-            "weight_decay": OPTIMISER.decay,
+            "weight_decay": OPTIMISER.weight_decay,
         }
         states, indices, held = [], [], [engine.classes_held(client.id) for client in cohort]
         with self.clock("training"):
