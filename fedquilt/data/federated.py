@@ -101,7 +101,7 @@ class FederatedData(Pool):
         return len(self.parts)
 
     def size(self, client: int) -> int:
-        """Return one client's number of training samples, without those held back for validation."""
+        """Return the number of a client's training samples, without validation samples."""
         return len(self.parts[client])
 
     def among(self, count: int) -> Self:

@@ -62,7 +62,13 @@ class Segmentation(Classification):
         return self.background
 
     def settled(self, output_shape: Sequence[int]) -> Self:
-        """Return the task with Dice of every foreground class among its usual metrics."""
+        """Return the task with Dice of every foreground class among its usual metrics.
+
+        Metrics that the user chose stay as they are.
+
+        Args:
+            output_shape: Shape of a model's output with its classes in dimension 1.
+        """
         if self.metrics or len(output_shape) < 2:
             return self
         main, *other_metrics = self.usual_metrics
@@ -71,7 +77,7 @@ class Segmentation(Classification):
 
     @property
     def _first(self) -> int:
-        """Return the first class of the Dice loss and of means over classes."""
+        """Return the first class of the Dice loss and of means: 0 with `background`, else 1."""
         return 0 if self.background else 1
 
     @override
@@ -174,7 +180,10 @@ class Segmentation(Classification):
         return entropies / divisor.where(divisor > 0, 1.0)
 
     def _dice_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return each sample's soft Dice loss. It is 0 if no voxel of the sample counts."""
+        """Return each sample's soft Dice loss as the mean over classes, (sample,).
+
+        Class 0 is left out unless `background` is set. The loss is 0 if no voxel counts.
+        """
         # Half precision is too inexact for sums over many voxels.
         dtype = torch.promote_types(outputs.dtype, torch.float32)
         counted = self._voxels(targets).flatten(1).unsqueeze(1)
