@@ -113,7 +113,10 @@ def _totals(summary: Mapping[str, Any]) -> str:
 
 
 def show_probe(console: Console, measurement: Probe) -> None:
-    """Show the speed and memory of a device, and the budget that is proposed for it."""
+    """Print the speed and memory of a device, and the budget that is proposed for it.
+
+    A table has the size of the member that was measured, and of the one that the budget allows.
+    """
     members = {"measured": measurement.measured, "proposed": measurement.member}
     rows = {
         name: {

@@ -57,10 +57,10 @@ class Origin:
 
 
 def remembered(factory: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-    """Decorate a function that returns a pool, so that the pool's `origin` names its making.
+    """Decorate a function that returns a pool, so that the pool remembers how it was made.
 
-    The origin holds the decorated function and the arguments of the call, by name. Results that
-    are not a `Pool` are returned unchanged.
+    The pool's `origin` then has the decorated function and the arguments of the call, by name.
+    Results that are not a `Pool` are returned unchanged.
     """
     signature = inspect.signature(factory)
 

@@ -297,10 +297,10 @@ class CustomizableModel(nn.Module):
         return outputs
 
     def _link(self) -> None:
-        """Build the modules of all shares around the tensors of the stocks. Earlier ones are replaced.
+        """Build the modules of all shares around the tensors of the stocks.
 
-        Their weights are views where positions form a slice. Other weights are gathered once and
-        kept.
+        Earlier modules are replaced. Weights are views where positions form a slice. Other weights
+        are gathered once and kept.
         """
         nets = []
         for assignment, net_statistics in zip(self.plan.nets, self.statistics, strict=True):

@@ -142,9 +142,10 @@ class WeightSource:
 
     @property
     def _own_budget(self) -> Budget:
-        """Return the budget of the source's client in the last round in which it took part.
+        """Return the client's budget in the round in which it trained last.
 
-        The client has trained no weights of wider nets.
+        Without a memory of that round, it is the budget in the last finished round. The client has
+        trained no weights of wider nets.
         """
         assert self.client is not None
         return self.run.fleet.budget(
@@ -334,7 +335,7 @@ def norms_of(run: Trained, requested: NormPolicy | str | None, client: int | Non
 
 
 def total_cost(family: Family, nets: Submodels) -> Cost:
-    """Return the cost of several nets on a device that holds all of them."""
+    """Return the sum of the costs of several nets, for a device that holds all of them."""
     return reduce(add, (family.cost(net) for net in nets))
 
 

@@ -219,9 +219,9 @@ def _note_json(note: Note) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress Python warnings, and log messages of torch's ONNX exporter, in the block.
+    """Suppress Python warnings, and what torch's ONNX exporter logs, in the block.
 
-    They are about internals and missing packages. Errors are logged.
+    These messages are about internals and missing packages. Errors are still logged.
     """
     log = logging.getLogger("torch.onnx")
     level = log.level

@@ -212,7 +212,7 @@ class Presence:
         return sorted(available[positions].tolist())
 
     def among(self, round: int, clients: Sequence[int]) -> list[int]:
-        """Return the clients of a list that are available in a round, in their order."""
+        """Return those of `clients` that are available in a round, in the order of the list."""
         available = set(self._clients[self._is_present(self._slot(round))].tolist())
         return [client for client in clients if client in available]
 
@@ -227,7 +227,11 @@ class Presence:
         return int(np.searchsorted(self._cuts, round, side="right")) - 1
 
     def _is_present(self, slot: int) -> NDArray[np.bool_]:
-        """Return a mask (stay,) that is True for stays which include a slot."""
+        """Return a mask (stay,) that is True for stays that include the slot.
+
+        Args:
+            slot: Index of a slot, as `_slot` returns it. −1 is in no stay.
+        """
         return (self._first <= slot) & (slot < self._end)
 
     def _in_draw_order(self, round: int) -> Ints:

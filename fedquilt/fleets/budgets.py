@@ -36,7 +36,7 @@ class Budgets(ABC):
         """
 
     def for_family(self, family: Family) -> Budgets:
-        """Return the rule for the model of a family. Rules that do not depend on it return `self`."""
+        """Return the rule for a family. Rules that do not depend on the model return `self`."""
         return self
 
 

@@ -171,7 +171,10 @@ class Fleet:
 
     @property
     def counts(self) -> dict[Budget, int]:
-        """Return the number of clients with each budget, which is an average if they are dynamic."""
+        """Return the number of clients with each budget, by budget, in the order of `kinds`.
+
+        If budgets are dynamic, it is the expected number in a round.
+        """
         counts = np.bincount(self.which, minlength=len(self.kinds)).tolist()
         return dict(zip(self.kinds, counts, strict=True))
 

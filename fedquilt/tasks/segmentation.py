@@ -139,7 +139,14 @@ class Segmentation(Classification):
         return targets != self.ignore
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of every sample, 0 for those without a voxel that counts: (sample,)."""
+        """Return the loss of every sample, 0 for those without a voxel that counts: (sample,).
+
+        It is cross-entropy, soft Dice, or their sum, as `loss` says.
+
+        Args:
+            outputs: (sample, class, *size) Outputs of a net.
+            targets: (sample, *size) Masks.
+        """
         if self.loss == "cross-entropy":
             return self._entropies(outputs, targets)
         if self.loss == "dice":

@@ -105,12 +105,12 @@ class Draws:
     count: int = 0  # Numbers that were drawn so far.
 
     def between(self, low: int, high: int) -> int:
-        """Return a number from `low` to `high`, both included."""
+        """Draw the image's next random number, from `low` to `high`, both included."""
         self.count += 1
         return low + noise.key(self.key, self.count) % (high - low + 1)
 
     def colour(self) -> tuple[int, int, int]:
-        """Return a random colour as red, green and blue, each from 0 to 255."""
+        """Draw a random colour as red, green and blue, each from 0 to 255."""
         return self.between(0, 255), self.between(0, 255), self.between(0, 255)
 
 

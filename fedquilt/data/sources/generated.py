@@ -119,6 +119,11 @@ def _shift(seed: int, domain: str, channels: int) -> Tensor:
     """Return the number that a domain adds to each channel of its images, (channel,).
 
     It depends on the seed and the domain's name, not on other domains. It is 0 for an empty name.
+
+    Args:
+        seed: Random seed.
+        domain: Name of the domain. Empty: there are no domains.
+        channels: Number of channels.
     """
     if not domain:
         return torch.zeros(channels, dtype=torch.int64)

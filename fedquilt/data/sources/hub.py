@@ -234,7 +234,13 @@ def _users(rows: Dataset, column: str) -> list[str] | None:
 
 
 def _codes(splits: list[Dataset], column: str) -> tuple[list[np.ndarray], tuple[str, ...]] | None:
-    """Number the values of a column, consistently over all splits. None: no column is named.
+    """Number the values of a column, consistently over all splits.
+
+    The result is None if `column` is empty, because no column was named.
+
+    Args:
+        splits: Training split and, if it exists, test split.
+        column: Name of the column.
 
     Returns:
         An array of numbers for each split, and the sorted values in the order of their numbers.
@@ -248,6 +254,10 @@ def _labels(splits: list[Dataset], column: str) -> tuple[list[np.ndarray], tuple
     """Return the targets of each split, and the names of the classes by number.
 
     Class labels and text become numbers. Other values stay, and the names are empty then.
+
+    Args:
+        splits: Training split and, if it exists, test split.
+        column: Name of the column of targets.
     """
     from datasets import ClassLabel
 

@@ -297,7 +297,7 @@ def _read_picture(image_file: Path, mask_file: Path, size: int, grey: bool) -> P
 
     Raises:
         DataError: A file is a volume, the mask is a JPEG or in colour, the picture has more than 8
-            bits a channel, or their sizes differ.
+            bits a channel, or sizes differ.
     """
     for file in (image_file, mask_file):
         if _is_volume(file):

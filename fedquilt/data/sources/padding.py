@@ -194,7 +194,12 @@ def stacked_inputs(
 
 
 def padded_masks(masks: Sequence[np.ndarray], sides: Sequence[int]) -> np.ndarray:
-    """Stack masks (*size) into (sample, *sides), −100 in the padding."""
+    """Stack masks (*size) into int64 (sample, *sides), with −100 in the padding.
+
+    Args:
+        masks: Masks, whose sizes may differ.
+        sides: Sides of the result, none shorter than a mask's.
+    """
     return stacked(masks, sides, IGNORED, np.int64)
 
 

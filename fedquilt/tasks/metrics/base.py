@@ -88,7 +88,12 @@ class CollectedMetric(Metric, ABC):
 
     @abstractmethod
     def value(self, outputs: Tensor, targets: Tensor) -> float:
-        """Return the metric of outputs (sample, class, …) and targets, NaN if it is undefined."""
+        """Return the metric over all samples, NaN if it is undefined.
+
+        Args:
+            outputs: (sample, class, …) Outputs of all samples, classes or labels in dimension 1.
+            targets: (sample, …) Their targets.
+        """
 
 
 def are_columns(outputs: Tensor, targets: Tensor) -> bool:
