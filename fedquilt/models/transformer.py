@@ -96,9 +96,9 @@ class TransformerBlock(nn.Module):
 
 
 def block_ends(depth: int, stages: int = 3) -> list[str]:
-    """Return the names of the blocks that end the stages.
+    """Return the names of the blocks that end the stages, such as "blocks.1", in order.
 
-    Stages are as equal in length as possible.
+    Stages are as equal in length as possible. The last one ends with the last block.
 
     Args:
         depth: Number of blocks.
