@@ -122,7 +122,10 @@ def said(error: BaseException) -> str:
 
 
 def is_file(name: str) -> bool:
-    """Return True if a name means `file.py:NAME`, a class or function in a file."""
+    """Return True if a name means `file.py:NAME`, or `file.py` without a NAME.
+
+    The file need not exist.
+    """
     return ".py:" in name or name.endswith(".py")
 
 

@@ -45,7 +45,12 @@ class Stream(int, Enum):
     parts: tuple[str, ...]  # Names of the parts of a key.
 
     def __new__(cls, number: int, parts: str) -> Self:
-        """Return a stream that is equal to its number."""
+        """Return a stream that is equal to its number.
+
+        Args:
+            number: Number of the stream in keys.
+            parts: Names of the parts of its keys, separated by spaces.
+        """
         stream = int.__new__(cls, number)
         stream._value_ = number, parts  # With the parts, equal numbers do not become aliases.
         stream.parts = tuple(parts.split())

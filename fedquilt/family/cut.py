@@ -216,7 +216,10 @@ class Cutter:
         return is_whole(self.rows(name, index, within))
 
     def is_flat(self, weight: Tensor) -> bool:
-        """Return True if weights on the device of `weight` are cut at once, as one vector."""
+        """Return True if weights on the device of `weight` are cut at once, as one vector.
+
+        It is True on a GPU, unless `flat` of the cutter decides.
+        """
         return weight.is_cuda if self.flat is None else self.flat
 
     # --- many weights at once --------------------------------------------------------------------
@@ -383,8 +386,8 @@ class Cutter:
     def _where(self, submodel: Submodel, names: list[str], whole: Flat) -> Tensor:
         """Return the offsets of a cut's entries in a vector of whole weights, weight after weight.
 
-        They are cached. What a client receives and sends back shares them, whatever its class rows
-        are, so that a client that is still training need not be waited for.
+        They are cached, and shared by what a client receives and sends back, whatever its class
+        rows are. Nothing then waits for a client that is still training.
 
         Args:
             submodel: Positions to keep. Those of axes that are no widths, such as classes, are

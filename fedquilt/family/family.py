@@ -67,7 +67,10 @@ class Family(TracedModel):
 
     @property
     def num_outputs(self) -> int:
-        """Return the size of the output's class dimension. It may be 1, and needs no axis."""
+        """Return the size of the output's class dimension, also for a model without class axis.
+
+        It may be 1.
+        """
         if "class" in self.layout.axes:
             return self.layout.axes["class"].size
         return self.output_shape[1]
@@ -384,7 +387,7 @@ class Family(TracedModel):
         return Submodel(nested.arch, Index({**index, **inner}), submodel.scope)
 
     def count(self, member: Arch | Submodel | Member) -> int:
-        """Return the number of a member's parameters."""
+        """Return the number of entries of all parameters of a member."""
         return self.member(member).count
 
     def cost(self, member: Arch | Submodel | Member, step: TrainingStep = TrainingStep()) -> Cost:

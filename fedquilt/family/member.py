@@ -78,7 +78,7 @@ class Member:
 
     @cached_property
     def statistics(self) -> tuple[str, ...]:
-        """Return the names of the norms' running statistics that training changes."""
+        """Return the names of the running statistics of those norms that the member trains."""
         return tuple(name for name in self.family.statistics if name in self._changing)
 
     @cached_property
@@ -163,7 +163,7 @@ class Member:
         return self.family.layout.sizes | self.arch.sizes
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the weight with this name."""
+        """Return the shape that the weight with this name has in this member."""
         return self.family.layout.shape(name, self.sizes)
 
     @property
@@ -232,7 +232,10 @@ class Member:
         return self.nets[0] if self.nets else self
 
     def is_part_of(self, other: Member) -> bool:
-        """Return True if `other` combines several nets of a union, one of which is this."""
+        """Return True if `other` combines several nets of a union, one of which is this.
+
+        Variant and widths are compared, and not the parts that are trained.
+        """
         key = self.arch.variant, self.arch.widths
         return any((net.arch.variant, net.arch.widths) == key for net in other.nets)
 

@@ -33,7 +33,7 @@ class Nets(nn.Module, Variants):
 
     @property
     def lead(self) -> tuple[str, ...]:
-        """Return the prefix of the names of each net's weights."""
+        """Return the prefix of the weights' names for each net: its name and a dot."""
         return tuple(f"{name}." for name in self._modules)
 
     def net(self, variant: str) -> nn.Module:

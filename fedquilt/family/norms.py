@@ -70,7 +70,7 @@ class NormPolicy:
 
     @property
     def fingerprint(self) -> str:
-        """Return the name, with the values of fields that differ from their defaults."""
+        """Return the name and the fields that differ from their defaults: `post(affine=local)`."""
         values = {setting.name: getattr(self, setting.name) for setting in fields(self)}
         changed = [
             setting.name for setting in fields(self) if values[setting.name] != setting.default
@@ -146,7 +146,11 @@ class NormPolicy:
 
     @property
     def evaluation_pass(self) -> Pass:
-        """Return the options of a forward pass in evaluation."""
+        """Return the options of a forward pass in evaluation.
+
+        Norms use the batch's statistics if `statistics` is "batch", and stored ones in all other
+        cases.
+        """
         return Pass(train=False, statistics="batch" if self.statistics == "batch" else "stored")
 
     @property
@@ -157,8 +161,8 @@ class NormPolicy:
     def deployed(self) -> NormPolicy:
         """Return the policy of a deployed model if none is requested.
 
-        If no statistics are stored, they are measured, because a device may have one sample at a
-        time.
+        It is this policy if it stores statistics. If not, statistics are measured on the training
+        samples of all clients, because a device may have one sample at a time.
         """
         return self if self.stores else MeasuredOnAll()
 

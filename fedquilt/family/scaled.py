@@ -97,5 +97,8 @@ def _outputs(layer: nn.Module, prefix: str, dims: dict[str, tuple[Expr, ...]]) -
 
 
 def _weights(prefix: str) -> tuple[str, ...]:
-    """Return the names that a layer's weight may have, with and without weight norm."""
+    """Return the names that a layer's weight may have, with and without weight norm.
+
+    `prefix` is the layer's name with a dot, or "" for the module itself.
+    """
     return f"{prefix}weight", f"{prefix}parametrizations.weight.original1", f"{prefix}weight_v"

@@ -107,6 +107,9 @@ def alone(
         family: Any family.
         nets: Sub-models of the family.
         states: Weights of each net, by name and without the scope.
+
+    Returns:
+        The family of the one architecture, its sub-models, and the states under the new names.
     """
     variants = {net.arch.variant for net in nets}
     if not family.layout.nets or len(variants) != 1 or JOIN in next(iter(variants)):

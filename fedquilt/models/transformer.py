@@ -163,7 +163,7 @@ class ViT(nn.Module):
 
     @property
     def stage_ends(self) -> list[str]:
-        """Return the names of the modules that end the stages."""
+        """Return the names of the blocks that end the stages, of which there are at most three."""
         return block_ends(len(self.blocks))
 
 
@@ -220,5 +220,5 @@ class TransformerLM(nn.Module):
 
     @property
     def stage_ends(self) -> list[str]:
-        """Return the names of the modules that end the stages."""
+        """Return the names of the blocks that end the stages, of which there are at most three."""
         return block_ends(len(self.blocks))
