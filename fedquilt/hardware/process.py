@@ -13,7 +13,8 @@ from fedquilt.errors import ConfigError
 def free_memory(device: str = "cpu", root: Path = Path("/")) -> int:
     """Return the bytes that training could take on a device.
 
-    On a CPU, limits that are set for this process count too.
+    On a CPU, limits that are set for this process count too. On a GPU, it is the memory that the
+    driver reports as free.
 
     Args:
         device: Name of a device, as torch has it.
