@@ -149,7 +149,7 @@ class GroupTensors:
         return len(self.rows)
 
     def _per_client(self, value: Tensor) -> Tensor:
-        """Copy a weight for every client of the group.
+        """Return copies of a weight for all clients of the group, (client, …).
 
         A client that trains alone on a GPU has convolutions in channels-last layout, which fast
         kernels need.
@@ -177,7 +177,11 @@ class GroupTensors:
 
 
 def _check_capturable(learner: Learner) -> None:
-    """Refuse learners whose optimizer would have to count steps for every position."""
+    """Refuse learners whose optimizer would have to count steps for every position.
+
+    Raises:
+        CaptureError: The optimizer counts steps, and some phase moves only a part of the weights.
+    """
     partly = any(not isinstance(phase.moves, Everywhere) for phase in learner.phases)
     if learner.local.optimizer.ages and partly:
         raise CaptureError(
