@@ -123,6 +123,7 @@ def check_targets(world: World, data: FederatedData) -> None:
 
     Raises:
         DataError: There are more classes than outputs, or the task refuses the targets.
+        ConfigError: A metric of the task does not fit the output.
     """
     task, outputs = world.task, world.family.num_outputs
     if task.has_classes and data.has_classes:

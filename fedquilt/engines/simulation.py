@@ -205,7 +205,7 @@ class Simulation(ClientInputs):
             self._attackable.add(attack)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return the context in which all training and evaluation runs."""
+        """Return a context that computes in the engine's precision, for training and evaluation."""
         return computing(self.precision, self.device)
 
     # --- the contract ----------------------------------------------------------------------------
@@ -474,7 +474,7 @@ class Simulation(ClientInputs):
         return self._public[1]
 
     def _over(self, data: FederatedData) -> Self:
-        """Return an engine with the same options over other samples."""
+        """Return a new engine with the same options over other samples."""
         return replace(self, data=data)
 
 

@@ -40,7 +40,10 @@ def free_memory(device: str = "cpu", root: Path = Path("/")) -> int:
 
 
 def _system_memory(root: Path) -> int | None:
-    """Return the free memory of the machine in bytes, or None if it cannot be determined."""
+    """Return the free memory of the machine in bytes, or None if it cannot be determined.
+
+    It is read from `proc/meminfo` below `root`, or else by psutil if that is installed.
+    """
     try:
         for line in (root / "proc/meminfo").read_text().splitlines():
             name, _, amount = line.partition(":")

@@ -201,7 +201,16 @@ class WorkerPool:
         return ""
 
     def _unwrap(self, call: Call, reference: Any) -> Parcel:
-        """Return the result of a call, or raise the error that the worker returned."""
+        """Return the result of a call that has ended, or raise the error that the worker returned.
+
+        Args:
+            call: Chunk that the worker trained, for the message.
+            reference: Reference to the result, which must be there.
+
+        Raises:
+            FedquiltError: Error that the worker returned.
+            TrainingError: The worker failed with any other error.
+        """
         result = self._ray.get(reference)
         if isinstance(result, FedquiltError):
             raise result

@@ -131,6 +131,6 @@ class Worker:
 
 
 def _get(reference: Any) -> Parcel:
-    """Return a parcel from the object store."""
+    """Return a parcel from the object store, and wait until it is there."""
     parcel: Parcel = importlib.import_module("ray").get(reference)
     return parcel

@@ -113,7 +113,10 @@ class Vectorized(Simulation):
 
     @property
     def template(self) -> Weights:
-        """Return weights of the full net, from which client groups take their shapes."""
+        """Return weights of the full net, from which client groups take their shapes.
+
+        Their values do not matter. They are cached until the family changes.
+        """
         if self._template is None:
             self._template = self.world.family.init(0, self.device, self.world.dtype)
         return self._template
@@ -319,7 +322,15 @@ class Vectorized(Simulation):
         stack.received = stack.received._replace(weights=stack.state)
 
     def _run_step(self, stack: Stack, group: ClientGroup, step: int) -> None:
-        """Run one step of a stack in its client group."""
+        """Run one step of a stack in its client group, and find the client that caused an error.
+
+        A step after the last one of the stack has no effect.
+
+        Args:
+            stack: Clients that are loaded into the group.
+            group: Client group.
+            step: Step within the round.
+        """
         self._run_action(stack, step, range(len(stack.jobs)), partial(group.run_step, step))
 
     def _run_ungrouped(self, stack: Stack) -> None:
@@ -388,7 +399,11 @@ class Vectorized(Simulation):
         self._warn_of_unstackable(arch)
 
     def _warn_of_unstackable(self, arch: Arch) -> None:
-        """Warn once in a run, for all members together, that nets cannot be stacked."""
+        """Warn that clients of a member cannot be stacked, once in a run for each reason.
+
+        Args:
+            arch: Architecture that `unstackable` contains, with the reason.
+        """
         why = self.unstackable[arch]
         self.once.warning(why, "clients with equal nets are trained one after another: %s", why)
 

@@ -471,7 +471,12 @@ class Evaluator:
         return kind.mode.statistics == "batch" or self.world.family.depends_on_batch(kind.mode)
 
     def _activations(self, arch: Arch, batch_size: int) -> int:
-        """Return the bytes of activations that a training step keeps for its backward pass."""
+        """Return the bytes of activations that a training step keeps for its backward pass.
+
+        Args:
+            arch: Architecture of the member.
+            batch_size: Samples in the batch.
+        """
         return max(
             1,
             self.world.family.member(arch).activations(batch_size) * self.world.dtype.itemsize // 4,

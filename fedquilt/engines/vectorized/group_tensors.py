@@ -160,7 +160,10 @@ class GroupTensors:
         return channels_last(copies[0]).unsqueeze(0) if self._channels_last else copies
 
     def _line_up(self) -> None:
-        """Store weights and optimizer slots in one row per client, and make them views of it."""
+        """Store the trainable weights in one row per client, and each optimizer slot likewise.
+
+        `state` and `slots` become views of these rows, and `moving` refers to the rows themselves.
+        """
         line = self.lines.join(self.state)
         slots = {slot: torch.zeros_like(line) for slot in self.slots}
         self.moving = (

@@ -266,10 +266,14 @@ class ClientGroup(GroupStep):
                     self._captured(key, action)
 
     def _captured(self, key: Hashable, action: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Return the graph of an action, and capture it on the first call.
+        """Return the graph of an action, and capture it on the first call for its key.
 
         The action runs during the capture, so that all tensors that it changes are restored
         afterwards.
+
+        Args:
+            key: Key under which the graph is stored.
+            action: Part of a step, which works on the group's static tensors.
         """
         if key not in self._graphs:
             assert self.stream is not None

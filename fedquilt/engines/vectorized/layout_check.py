@@ -95,7 +95,10 @@ def _leaks(group: GroupTensors, grouped_net: GroupedNet, state: State, inputs: T
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Compute products in full precision, whatever precision is set."""
+    """Compute products in full precision within the block, whatever precision is set.
+
+    The settings are restored afterwards.
+    """
     old_settings = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:

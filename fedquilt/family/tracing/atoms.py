@@ -196,7 +196,7 @@ def pin(dim: Dim) -> None:
 
 
 def fix(dim: Dim) -> None:
-    """Mark a dimension as never cut, but let its atoms keep their names."""
+    """Mark a dimension as never cut in-place, but let its atoms keep their names."""
     for part in atoms_in(dim):
         part.fixed = True
 

@@ -146,7 +146,10 @@ class Reads:
         return self.run.calls[self._from_data[value]]
 
     def is_computed(self, value: Value) -> bool:
-        """Return True if a value was computed from the inputs."""
+        """Return True if a value was computed from the inputs or from random numbers.
+
+        Inputs themselves, weights and constants give False.
+        """
         return value in self._from_data
 
 

@@ -285,7 +285,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _run_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on tensors without data, a recurrent layer on few of its time steps."""
+    """Run an operation on tensors without data, and return its output.
+
+    A recurrent layer runs only a few of its time steps, and its output is lengthened to all of
+    them.
+    """
     layer = RecurrentCall.of(op, args, kwargs)
     return layer.lengthened(layer.run(min(SHORT))) if layer else op(*args, **kwargs)
 
@@ -365,7 +369,10 @@ def _where() -> str:
 
 
 def call_module(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """Run a module. `_where` looks for lines of the user's code within this function only."""
+    """Run a module on its inputs, and return the output.
+
+    `_where` recognizes this function, and looks for lines of the user's code only inside it.
+    """
     return module(*inputs)
 
 

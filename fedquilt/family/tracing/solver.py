@@ -69,7 +69,10 @@ def solve_sizes(
 
 
 def _attribute_values(module: nn.Module) -> dict[str, int]:
-    """Return the numbers that a module keeps, by path. Entries of a tuple have their own paths."""
+    """Return the numbers that a module keeps, by path.
+
+    Entries of a tuple or list have their own paths, such as "pool.size.0".
+    """
     values: dict[str, int] = {}
     for path, _, _, attribute in attributes(module):
         if isinstance(attribute, (tuple, list)):

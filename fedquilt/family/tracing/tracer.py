@@ -223,7 +223,7 @@ def _ties(module: nn.Module) -> dict[str, str]:
 
 
 def _counters(module: nn.Module) -> set[str]:
-    """Return the names of the batch counters of norms, which are no weights."""
+    """Return the full names of `num_batches_tracked` in norms, which are no weights."""
     names = set()
     for path, layer in module.named_modules():
         if isinstance(layer, _NormBase):

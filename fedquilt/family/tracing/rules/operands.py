@@ -81,7 +81,10 @@ def number_at(call: Call, mark: object) -> int | None:
 
 
 def is_undefined(call: Call) -> bool:
-    """Return True if a call takes the variance of too few values, so that it is not a number."""
+    """Return True if a call takes the variance of too few values, so that it is not a number.
+
+    Standard deviations count too. Other operations give False.
+    """
     if call.op.overloadpacket not in (aten.var, aten.std, aten.var_mean, aten.std_mean):
         return False
     x = call.inputs[0]
