@@ -174,8 +174,8 @@ class GroupStore:
     def _refuse(self, shape: Shape, error: FedquiltError) -> None:
         """Remember that a shape cannot be used, and log the reason once.
 
-        A failed capture is a warning. Nets that cannot be computed side by side are only an
-        information, because another layout is used.
+        A failed capture is logged as a warning. Nets that cannot be computed side by side are
+        logged at level INFO, because another layout is used.
         """
         if shape not in self.refused:
             self.refused[shape] = str(error)
