@@ -32,9 +32,9 @@ def sample_format(run: Run) -> dict[str, Any]:
     """Return shapes and dtypes of the data, with which the model is rebuilt without the data.
 
     Returns:
-        `shape` and `dtype` of one input without its batch dimension, `classes`, the number of
-        classes without one that is ignored, and `targets`, a table with `shape` and `dtype` of one
-        target. Dtypes are names such as "float32".
+        `shape` and `dtype` are those of one input without its batch dimension. `classes` is the
+        number of classes, without one that is ignored. `targets` is a table with `shape` and
+        `dtype` of one target. Dtypes are names such as "float32".
     """
     example = run.world.family.example_inputs[0]
     shape, kind = list(example.shape[1:]), str(example.dtype).removeprefix("torch.")
