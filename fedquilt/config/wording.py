@@ -61,7 +61,15 @@ def fitting_values(kind: Any) -> str:
 
 
 def suggestion(kind: Any, plain: Any) -> str:
-    """Return the question for the closest value of a Literal. Empty: none is close."""
+    """Return the question for the value of a Literal that is closest to a text, for a message.
+
+    Args:
+        kind: Type hint that the value should fit.
+        plain: Value that was found.
+
+    Returns:
+        Text such as " Did you mean 'cosine'?". Empty: none is close, or `kind` is no Literal.
+    """
     close = (
         difflib.get_close_matches(plain, map(str, get_args(kind)), n=1)
         if isinstance(plain, str)
@@ -93,6 +101,11 @@ def with_article(noun: str) -> str:
 
 
 def owner_of(kind: type, path: str) -> str:
-    """Name the owner of a table's keys: the selected class, or the table itself."""
+    """Return a word for the owner of a table's keys: the selected class, or the table itself.
+
+    Args:
+        kind: Dataclass that the table is read as.
+        path: Dotted path of the table. Empty: the settings as a whole.
+    """
     is_selected_by_name = any(issubclass(kind, base) for base in TABLES)
     return label(kind) if is_selected_by_name else path.rpartition(".")[2] or "a configuration"
