@@ -97,7 +97,11 @@ class Prototypes(Method):
     def initial(self, world: World) -> dict[str, Tensor]:
         """Draw every prototype independently, in the range of its own fan-in.
 
-        The first prototype uses the random seed of the run.
+        The first prototype uses the random seed of the run. Nets of a union have the union's
+        initial weights.
+
+        Returns:
+            Weights by name. A name begins with the scope of its prototype.
         """
         weights: dict[str, Tensor] = {}
         if world.family.layout.nets:
@@ -122,7 +126,7 @@ class Prototypes(Method):
         return tuple(self.prototype(share, world) for share in self.prototypes)
 
     def prototype(self, share: float, world: World) -> Submodel:
-        """Return the prototype of a share of the family in `world`, with its own scope."""
+        """Return the prototype of a share, in a scope of its own such as `share0.5/`."""
         return Submodel(world.family.fit(Budget(share=share)), Index(), f"share{share:g}/")
 
     @override
@@ -224,7 +228,7 @@ class Prototypes(Method):
     def label(self, budget: Budget, world: World) -> str:
         """Return the label of a budget's results in tables and logs.
 
-        On a union it is the name of the net.
+        On a union it is the name of the net that a client with the budget trains.
         """
         if not world.family.layout.nets:
             return super().label(budget, world)
@@ -296,7 +300,12 @@ def largest(
 
 
 def _relative(net: Submodel, world: World) -> float:
-    """Return a net's multiply-adds divided by those of the largest net of a union."""
+    """Return a net's multiply-adds divided by those of the largest net of a union.
+
+    Args:
+        net: A net of the union.
+        world: World with the union.
+    """
     family = world.family
     max_macs = max(family.member(family.at(variant).whole).macs for variant in family.variants)
     return family.member(net).macs / max(1, max_macs)
