@@ -114,7 +114,11 @@ def check_plan(case: Case) -> str:
 
 
 def check_budgets_kept(case: Case) -> str:
-    """Check that no plan costs more than the budget of its client."""
+    """Check that no plan costs more than the budget of its client.
+
+    Besides the budgets of the federation, bounds on parameters, multiply-adds and memory are tried.
+    The check does not apply to methods that ignore budgets.
+    """
     if case.method.ignores_budgets:
         raise NotApplicableError("the method ignores budgets on purpose (ignores_budgets = True)")
     family = case.world.family
@@ -184,7 +188,7 @@ def _check_value(learner: Learner) -> None:
 
 
 def check_run(case: Case) -> str:
-    """Check that a run succeeds."""
+    """Check that a run of the small federation on the engine `sequential` raises no exception."""
     run = case.outcome
     if isinstance(run, Exception):
         raise CheckError(message_of(run)) from run
@@ -192,13 +196,19 @@ def check_run(case: Case) -> str:
 
 
 def check_engines(case: Case) -> str:
-    """Check that training clients together gives the numbers of training them one after another."""
+    """Check that training clients together gives the numbers of training them one after another.
+
+    The runs are those of the engines `vectorized` and `sequential`.
+    """
     check_same(case.reference, case.run("vectorized"), "sequential", "vectorized")
     return f"sequential and vectorized agree to {TOLERANCE:g}"
 
 
 def check_join(case: Case) -> str:
-    """Check that folds of parts of a cohort can be joined, as the engine `ray` does."""
+    """Check that two folds, each of half a cohort, give the result of one fold when joined.
+
+    The engine `ray` joins folds of its workers in this way.
+    """
     reference = case.reference
     try:
         joined = case.run(Joining(case.data, precision="fp64"))
@@ -212,7 +222,7 @@ def check_join(case: Case) -> str:
 
 
 def check_determinism(case: Case) -> str:
-    """Check that a run is the same whatever the global random state is."""
+    """Check that a run is the same to the last bit whatever the global random state is."""
     reference = case.reference
     with random_state(7):
         again = case.run()
@@ -237,12 +247,15 @@ def check_resume(case: Case) -> str:
 
 
 def check_lossy_link(case: Case) -> str:
-    """Check that the method runs if some of what is sent does not arrive."""
+    """Check that the method runs, equally on two engines, if parts of what is sent are lost."""
     return _run_over(case, Link.preset("lossy-mild"), "a link that loses columns")
 
 
 def check_coded_link(case: Case) -> str:
-    """Check that the method runs if changes are coded with four bits and error feedback."""
+    """Check that the method runs, equally on two engines, over a codec of four bits.
+
+    The codec has error feedback.
+    """
     return _run_over(case, Link(codec=Codec(bits=4, feedback=True)), "a link of four bits")
 
 

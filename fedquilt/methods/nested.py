@@ -93,14 +93,21 @@ class SampledWidths(Learner):
 
     @abstractmethod
     def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]:
-        """Return the phases of a batch for which these ratios were drawn, the smallest first."""
+        """Return the phases of a batch for which ratios were drawn.
+
+        Args:
+            ratios: Drawn ratios, the smallest first.
+        """
 
     @override
     def possible_phases(self, member: Member) -> tuple[Phase, ...]:
         """Return the phases of a few draws that together contain every ratio.
 
-        They bound the memory of a step. A ratio whose net runs in every step adds no memory.
-        Draws without such ratios come first, as far as possible, because they need the most.
+        They bound the memory of a step. A ratio whose net runs in every step adds no memory. Draws
+        without such ratios come first, as far as possible, because they need the most.
+
+        Args:
+            member: Member that the client trains.
         """
         always = {net.share for net in nets_of(self.phases_of(()), member)}
         ratios = sorted(self.ratios, key=lambda ratio: ratio in always)

@@ -131,7 +131,7 @@ class Prototypes(Method):
 
     @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
-        """Return the largest prototype that the client can train."""
+        """Return a plan with one sub-model, the largest prototype that the client can train."""
         if world.family.layout.nets:
             return [self.trained_net(client.budget, world)]
         return [
@@ -142,14 +142,21 @@ class Prototypes(Method):
 
     @override
     def divisor(self, job: Job, world: World) -> float:
-        """Return the share of the client's prototype. It is 1 for nets of a union."""
+        """Return the share of the client's prototype, by which `local.scaler` divides outputs.
+
+        It is 1 for nets of a union.
+
+        Args:
+            job: Job of the client, which has its budget.
+            world: Family, task and random seed.
+        """
         if world.family.layout.nets:
             return 1.0
         return self.fitting(self.trainable_share(job.client.budget, world), job.client.budget)
 
     @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
-        """Return the largest prototype that the device can run."""
+        """Return the largest prototype that the device can run, as the only net."""
         if world.family.layout.nets:
             return (self.net_for(budget, world),)
         return (self.prototype(self.fitting(self.runnable_share(budget, world), budget), world),)

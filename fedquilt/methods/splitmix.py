@@ -208,7 +208,7 @@ class SplitMix(Method):
 
     @override
     def divisor(self, job: Job, world: World) -> float:
-        """Return the share of a base net (A.3)."""
+        """Return the share of a base net, by which `local.scaler` divides outputs (A.3)."""
         return self.base
 
     @override

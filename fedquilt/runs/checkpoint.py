@@ -155,7 +155,10 @@ class Manifest:
 
 
 def _listed_file(plain: Any) -> Written:
-    """Return a file that a manifest lists.
+    """Return name, size and checksum of a file that a manifest lists. The file is not read.
+
+    Args:
+        plain: Entry of the manifest, from JSON.
 
     Raises:
         ValueError: The entry is malformed, or its name could refer to a file outside of the folder.

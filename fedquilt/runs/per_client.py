@@ -296,7 +296,7 @@ def ever_trained(run: Run) -> dict[str, float]:
 
 
 def _late(run: Run) -> set[tuple[int, int]]:
-    """Return pairs of a round, counted from 0, and a client that missed its deadline."""
+    """Return all pairs of a round, counted from 0, and a client that missed the deadline in it."""
     return {(record.round - 1, id) for record in run.records for id in record.late or ()}
 
 

@@ -48,6 +48,10 @@ def check_run_task(federation: Federation, engine: Simulation) -> None:
 
     A user's task is tried out on two samples, and refused if its loss or metrics are malformed.
 
+    Args:
+        federation: World, method and link. The world has the task.
+        engine: Engine of the run, which has the samples.
+
     Raises:
         ConfigError: The task is refused.
     """

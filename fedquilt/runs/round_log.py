@@ -95,10 +95,13 @@ def encoded(record: Record, previous: str) -> tuple[bytes, str]:
 
 
 def parse(content: bytes) -> RoundLog:
-    """Read a log line by line.
+    """Read a log line by line, and separate intact lines from damaged ones. It raises no error.
 
     Lines of earlier versions have no checksum. They are accepted at the beginning of a file, and
-    the first line with a checksum covers all of them.
+    the first line with a checksum covers all of them. An incomplete last line counts as damaged.
+
+    Args:
+        content: Content of rounds.jsonl.
     """
     texts = content.split(b"\n")
     unfinished = texts.pop()

@@ -80,9 +80,10 @@ def domains_of(summary: Summary, metric: str = "") -> dict[str, dict[str, float]
 
 
 def members_of(summary: Summary) -> dict[str, dict[str, int]]:
-    """Return the size of the member that a device of each share holds, by the share's label.
+    """Return parameters and multiply-adds of the member that a device of each share holds.
 
-    The share of parameters may differ, because embeddings are never cut.
+    Keys are the labels of shares. Inner keys are column titles of a table. The share of parameters
+    may differ, because embeddings are never cut.
     """
     labels = labels_of(summary)
     return {

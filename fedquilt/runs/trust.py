@@ -97,7 +97,10 @@ def is_recorded(file: str | Path) -> bool:
 
 
 def is_beside_records(file: str | Path) -> bool:
-    """Return True if the folder of a file has files of a run or a study."""
+    """Return True if the folder that has a file also has files of a run or a study.
+
+    Links are not followed, and the file itself need not exist.
+    """
     folder = Path(os.path.abspath(file)).parent
     return any(os.path.lexists(folder / name) for name in _RECORDS)
 
