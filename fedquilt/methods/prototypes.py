@@ -126,7 +126,10 @@ class Prototypes(Method):
         return tuple(self.prototype(share, world) for share in self.prototypes)
 
     def prototype(self, share: float, world: World) -> Submodel:
-        """Return the prototype of a share, in a scope of its own such as `share0.5/`."""
+        """Return the prototype of a share of the family in `world`.
+
+        It has a scope of its own, such as `share0.5/`.
+        """
         return Submodel(world.family.fit(Budget(share=share)), Index(), f"share{share:g}/")
 
     @override
