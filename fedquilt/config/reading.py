@@ -219,10 +219,10 @@ def _read_table(
 
 
 def _forwarded(kind: type, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Move keys to the field that a class forwards them to, over the field's own values.
+    """Return a table in which forwarded keys are inside the field that takes them.
 
-    A method that trains with another method has no settings of local training. Its `method.local`
-    belongs to the inner method.
+    There they replace the field's own values. A method that trains with another method has no
+    settings of local training. Its `method.local` belongs to the inner method.
     """
     moved = {key: value for key, value in keys.items() if key not in forwards(kind)}
     for key, field_name in forwards(kind).items():

@@ -128,9 +128,10 @@ def default(field_info: Field[Any]) -> Any:
 
 @cache
 def field_hints(kind: Any) -> Mapping[str, Any]:
-    """Return the evaluated hints of the fields that files can set, by name.
+    """Return the evaluated type hints of the fields that files can set, by name.
 
-    They are cached, because evaluating them took more than half of the time of reading a file.
+    Inherited fields are included. They are cached, because evaluating them took more than half of
+    the time of reading a file.
     """
     fields_by_name = fields_of(kind)
     return {

@@ -14,7 +14,10 @@ from fedquilt.config.tables import TABLES
 
 
 def shown_hint(hint: Any) -> str:
-    """Return a type hint as it is written in code. A Literal is shown as its values."""
+    """Return a type hint as it is written in code, without module names.
+
+    A Literal is shown as its values, as in `'inside' | 'whole'`.
+    """
     if get_origin(hint) is typing.Annotated:
         return shown_hint(get_args(hint)[0])
     if get_origin(hint) is Literal:
@@ -24,7 +27,7 @@ def shown_hint(hint: Any) -> str:
 
 
 def fitting_values(kind: Any) -> str:
-    """Describe in words which values fit a type hint."""
+    """Describe in words which values fit a type hint, such as "a whole number" for int."""
     words = {
         int: "a whole number",
         float: "a finite number",

@@ -82,7 +82,7 @@ def _run_check(check: Callable[[Case], str], case: Case) -> tuple[Status, str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress warnings of the runs, which are about the small federation of the checks."""
+    """Suppress fedquilt's warnings inside the block. They are about the small federation only."""
     logger = logging.getLogger("fedquilt")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -206,7 +206,7 @@ class ProgFed(Method):
 
     @property
     def warm_rounds(self) -> int:
-        """Return the number of warm-up rounds of every stage but the first."""
+        """Return the warm-up rounds of every stage but the first. Only `progressive` has some."""
         return self.warmup if self.strategy == "progressive" else 0
 
     def variant(self, round: int, world: World) -> tuple[str, tuple[str, ...]]:

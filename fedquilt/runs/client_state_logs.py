@@ -100,7 +100,7 @@ class Pack(Log):
             begin += size
 
     def read_entries(self) -> None:
-        """Add the entries that the header of the file lists."""
+        """Add the entries that the header of the file lists. The blobs are not read."""
         with self.path.open("rb") as stream:
             file = TensorFile(stream, os.fstat(stream.fileno()).st_size, str(self.path))
         for name, entry in file.entries.items():
@@ -176,7 +176,7 @@ class Spill(Log):
 
     @contextmanager
     def _blame(self) -> Iterator[None]:
-        """Raise an OSError inside as a RecordError that names the folder of the spill."""
+        """Turn an OSError inside the block into a RecordError that names the spill's folder."""
         try:
             yield
         except OSError as error:

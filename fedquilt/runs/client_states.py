@@ -138,7 +138,11 @@ class ClientStates(MutableMapping[Key, ClientState]):
             self._on_disk.pop(key).forget(key)
 
     def _make_room(self) -> None:
-        """Move the least recently used states to disk until the others are within the limit."""
+        """Move the least recently used states to disk until the others are within the limit.
+
+        The most recently used state stays, whatever its size. A state that disk already has
+        unchanged is only dropped from memory.
+        """
         while self._bytes > self.limit and len(self._in_memory) > 1:  # The last one is in use.
             key, state = next(iter(self._in_memory.items()))
             if key not in self._on_disk:

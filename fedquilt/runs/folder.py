@@ -356,7 +356,11 @@ class Folder:
             self._check = check
 
     def _save(self) -> None:
-        """Save a checkpoint of the run, unless its last round has one."""
+        """Save a checkpoint of the run, unless its last round has one or no run is watched.
+
+        The checkpoint of the best round is written too, if this folder does not have it. Signals
+        are delayed until the end.
+        """
         run = self._run
         if run is None or run.server.round == self._checkpoints.newest:
             return

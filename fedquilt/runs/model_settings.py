@@ -81,12 +81,12 @@ class Model(Choice):
 
     @property
     def is_searched(self) -> bool:
-        """Return True if its nets depend on the limits of the fleet."""
+        """Return True for the model `searched`, whose nets depend on the limits of the fleet."""
         return self.name == SEARCHED
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """Return the layers that the model's paper never cuts."""
+        """Return the layers that the model's paper never cuts. Empty for a user's own model."""
         return MODELS[self.name].fixed if self.name in MODELS else ()
 
     @staticmethod

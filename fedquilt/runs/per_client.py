@@ -67,7 +67,7 @@ class PerClient:
 
     @property
     def has_deadline(self) -> bool:
-        """Return True if rounds have a deadline, which clients may have missed."""
+        """Return True if rounds of the run have a deadline, whether or not a client missed it."""
         return any(device.late is not None for device in self.devices)
 
     def spread(self, field_name: str) -> tuple[float, float]:

@@ -102,7 +102,10 @@ class Run(Trained):
 
     @property
     def accuracy(self) -> dict[str, float]:
-        """Return accuracy in the last evaluation, by share. Empty: the task has no accuracy."""
+        """Return accuracy in the last evaluation, by share.
+
+        It is empty if the task has no accuracy, or nothing was evaluated yet.
+        """
         return self.grades.accuracy
 
     @property

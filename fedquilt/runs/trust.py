@@ -66,7 +66,7 @@ class Code:
 
     @property
     def sha256(self) -> str:
-        """Return the SHA-256 of the file."""
+        """Return the SHA-256 of the file in hexadecimal digits. The file is read on every call."""
         assert self.path is not None
         with self.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -268,7 +268,13 @@ def _problem(code: Code, trusted: Mapping[str, str]) -> str:
 
 
 def _read() -> dict[str, str]:
-    """Return the SHA-256 of every label in the list. Damaged lines are ignored with a warning."""
+    """Return the SHA-256 of every label in the user's list. It is empty if there is no list.
+
+    Damaged lines are ignored with a warning.
+
+    Raises:
+        ConfigError: The list cannot be read.
+    """
     file = trusted_file()
     try:
         lines = os.fsdecode(file.read_bytes()).split("\n")

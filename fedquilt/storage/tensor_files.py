@@ -370,7 +370,7 @@ class TensorFile:
 
     @contextmanager
     def _blame(self) -> Iterator[None]:
-        """Raise a FormatError inside as a RecordError that names the file."""
+        """Turn a FormatError inside the block into a RecordError that names the file."""
         try:
             yield
         except FormatError as error:
