@@ -153,7 +153,10 @@ class FedET(Prototypes):
 
     @override
     def adapt(self, family: Family) -> Family:
-        """Refuse a union whose first net is not the largest."""
+        """Return the family unchanged, or refuse a union whose first net is not the largest.
+
+        A union of one net is refused too.
+        """
         names = [family.layout.net_names(net.arch.variant)[0] for net in architectures(family)]
         if names and (len(names) == 1 or names[0] != family.layout.nets[0]):
             reason = (
@@ -174,7 +177,7 @@ class FedET(Prototypes):
 
     @override
     def net_for(self, budget: Budget, world: World, step: TrainingStep | None = None) -> Submodel:
-        """Return the largest net of a union that a device can hold.
+        """Return the largest net of a union that a device can hold, the server's net included.
 
         Args:
             budget: Budget of the device.
@@ -184,7 +187,10 @@ class FedET(Prototypes):
         return largest((self.server_net(world), *self.nets(world)), budget, world, step)
 
     def server_net(self, world: World) -> Submodel:
-        """Return the net of the family in `world` that the server trains."""
+        """Return the net of the family in `world` that the server trains, in a scope of its own.
+
+        On a union it is the first net. Else it has `server_share` of every axis.
+        """
         if world.family.layout.nets:
             return Submodel(world.family.whole, Index(), _SERVER)
         return Submodel(world.family.fit(Budget(share=self.server_share)), Index(), _SERVER)

@@ -311,12 +311,12 @@ class RaFL(Method):
         raise BudgetError(self._too_tight(budget, step, world))
 
     def _limited(self, private: str, world: World) -> Member:
-        """Return the net or pair that limits apply to, for a device with this private net."""
+        """Return the net or pair that limits apply to, for a private net by its name."""
         variant = private if self.limit == "private" else joined(WHOLE, private)
         return world.family.member(world.family.at(variant).whole)
 
     def _too_tight(self, budget: Budget, step: TrainingStep | None, world: World) -> str:
-        """Return the error message for limits that allow no net."""
+        """Return the error message for limits that allow no net. It names the smallest one."""
         name = private_nets(world.family)[-1]
         member = self._limited(name, world)
         kind = "private net" if self.limit == "private" else "pair of nets"
@@ -432,7 +432,10 @@ class RaFL(Method):
         return replace(stays, phases=phases, taught=leaks, taught_by=private if leaks else "")
 
     def _phases(self, private: str, knowledge: str, loss: Objective) -> tuple[Phase, ...]:
-        """Return the updates of a batch: one of both nets (equations 4 and 5), or one of each."""
+        """Return the updates of a batch: one of both nets (equations 4 and 5), or one of each.
+
+        `private` and `knowledge` are the nets' names, and `loss` is the one on labels.
+        """
         pair = (private, knowledge)
         mutual = Mutual(
             loss, pair, distance=self.distance, detach=self.detach, weight=self.mutual_weight

@@ -51,7 +51,7 @@ class ClientStates(MutableMapping[Key, ClientState]):
         self._reset()
 
     def _reset(self) -> None:
-        """Forget all states."""
+        """Forget all states and packs. Files on disk stay."""
         self._in_memory: OrderedDict[Key, ClientState] = OrderedDict()  # Least recently used first
         self._bytes = 0  # Bytes of the states in memory
         self._on_disk: dict[Key, Log] = {}  # Logs of the states whose current value is on disk
@@ -138,7 +138,11 @@ class ClientStates(MutableMapping[Key, ClientState]):
             self._on_disk.pop(key).forget(key)
 
     def _make_room(self) -> None:
-        """Move the least recently used states to disk until the others are within the limit."""
+        """Move the least recently used states to disk until the others are within the limit.
+
+        The most recently used state stays, whatever its size. A state that disk already has
+        unchanged is only dropped from memory.
+        """
         while self._bytes > self.limit and len(self._in_memory) > 1:  # The last one is in use.
             key, state = next(iter(self._in_memory.items()))
             if key not in self._on_disk:
@@ -225,7 +229,10 @@ class ClientStates(MutableMapping[Key, ClientState]):
         return kept_packs
 
     def _size_of_changes(self) -> int:
-        """Return the bytes of the states that changed since the last checkpoint."""
+        """Return the bytes of the states that changed since the last checkpoint.
+
+        Deleted states do not count. For states in memory the number is approximate.
+        """
         return sum(
             self._on_disk[key].entries[key][1]
             if key in self._on_disk
@@ -235,7 +242,13 @@ class ClientStates(MutableMapping[Key, ClientState]):
         )
 
     def saved(self, draft: Draft) -> None:
-        """Record that a draft is part of a checkpoint, so that no state counts as changed."""
+        """Record that a checkpoint was completed, so that no state counts as changed.
+
+        The spill is dropped, because the packs now have its states.
+
+        Args:
+            draft: Result of `save` for this checkpoint.
+        """
         self._packs = draft.packs
         if not draft.kept:  # The new packs have all states.
             self._on_disk.clear()
@@ -246,11 +259,13 @@ class ClientStates(MutableMapping[Key, ClientState]):
         self._spill = None
 
     def open(self, folder: Path, packs: Sequence[Written]) -> None:
-        """Restore the states of a checkpoint.
+        """Replace all states of this object by those of a checkpoint.
+
+        Only the headers of the packs are read. A state is read when it is looked up.
 
         Args:
             folder: Folder of the packs.
-            packs: Packs that were found intact, oldest first.
+            packs: Packs that were found intact, oldest first. Later ones take precedence.
         """
         self._reset()
         for written in packs:
@@ -265,7 +280,12 @@ class ClientStates(MutableMapping[Key, ClientState]):
 
 
 def copied(states: Mapping[Key, ClientState], device: torch.device) -> ClientStates:
-    """Return a copy of client states. Tensors are shared."""
+    """Return client states in a new object with the default memory limit. Tensors are shared.
+
+    Args:
+        states: Client states by client and scope. Those on disk are read.
+        device: Device for states that the copy later reads from disk.
+    """
     copy = ClientStates(device=device)
     copy.update(states)
     return copy
@@ -317,7 +337,14 @@ def _settled(state: ClientState) -> ClientState:
 
 
 def _pack_parts(sizes: Mapping[Key, int]) -> Iterator[dict[Key, int]]:
-    """Divide blobs into packs, by key and size. All packs but the last are full."""
+    """Divide blobs into packs, in their order. A pack ends with the blob at which it is full.
+
+    Args:
+        sizes: Bytes of each blob, by client and scope.
+
+    Returns:
+        An iterator over the packs, each as bytes by key. Nothing is yielded without blobs.
+    """
     part: dict[Key, int] = {}
     total = 0
     for key, size in sizes.items():
