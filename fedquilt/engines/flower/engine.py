@@ -131,13 +131,7 @@ class Exchange:
     def _read(self, message: Message, request: str, client: int, server: Server) -> None:
         """Read a reply, and store its updates, or the reason why it cannot be used.
 
-        A reply that is accepted also deletes earlier reasons of its client.
-
-        Args:
-            message: The reply.
-            request: Digest of the request that it must belong to.
-            client: Number of the client.
-            server: State that the round started from.
+        `request` is the digest of the request that the reply must belong to.
         """
         try:
             self.accepted[client] = self._engine.validated(
@@ -154,9 +148,9 @@ class Exchange:
                 reasons.pop(client, None)
 
     def attendance(self, asked: Sequence[int]) -> Attendance:
-        """Return what became of all requests, given the clients that were asked.
+        """Return what became of the requests to the clients `asked`.
 
-        A client with a refused or failed reply is not listed as missing.
+        A client whose reply was refused, or says that the device failed, is not listed as missing.
         """
         used = {**self.refused, **self.failed}
         missing = {client: why for client, why in self.missing.items() if client not in used}
@@ -167,14 +161,9 @@ class Exchange:
 
 
 def _forget(server: Server, clients: set[int], outcome: Outcome) -> None:
-    """Mark the memories of clients whose devices lost their state as void, in `outcome`.
+    """Replace the old memories of clients whose devices lost their state by empty ones.
 
-    Scopes that the client trained in this round have new memories, which stay.
-
-    Args:
-        server: State with the old memories. It is not changed.
-        clients: Clients that started anew.
-        outcome: It gets an empty state, without a round, for each old memory.
+    They are written to `outcome`. Scopes that were trained in this round keep their new memories.
     """
     for (client, scope), state in server.memory.items():
         if client in clients and (client, scope) not in outcome.memory:
@@ -253,18 +242,12 @@ class Flower(Sequential):
                 outcome.stacks += 1
 
     def counts(self, outcome: Outcome) -> bool:
-        """Return True if at least `least` devices have sent a usable reply.
-
-        With fewer, another cohort is asked.
-        """
+        """Return True if at least `least` devices have sent a usable reply."""
         attendance = outcome.attendance
         return attendance is None or len(attendance.replied) >= self.least
 
     def _over(self, data: FederatedData) -> Sequential:  # type: ignore[override]
-        """Return an engine of this process over other samples.
-
-        The server itself trains on public samples, and devices do not take part.
-        """
+        """Return an engine of this process, because the server itself trains on public samples."""
         return Sequential(data, self.device, self.precision)
 
     def evaluate(
@@ -301,12 +284,8 @@ class Flower(Sequential):
     def request(self, server: Server, jobs: Sequence[Job]) -> tuple[Message, list[SentJob]]:
         """Return the request for all jobs of one client, and what is needed to read its reply.
 
-        Args:
-            server: State that the round starts from.
-            jobs: Jobs of the client, one or more.
-
-        Returns:
-            The message, and one entry for each job in the order of `jobs`.
+        There is one `SentJob` for each of `jobs`, in order. `server` is the state of the round's
+        start.
         """
         world = self.world
         files, sent, columns, initial = [], [], [], []
@@ -397,9 +376,8 @@ class Flower(Sequential):
             sent: Jobs of the request, in its order.
 
         Raises:
-            StateLostError: The device has lost its state.
-            DeviceFailedError: The device could not train, and says why.
-            FedquiltError: The reply does not fit. It says what is wrong, and what would fit.
+            FedquiltError: It says what is wrong, and what would fit. StateLostError and
+                DeviceFailedError are what the device itself reports.
         """
         reply = Reply.read(message)
         client = sent[0].job.client
@@ -432,9 +410,9 @@ class Flower(Sequential):
         return Accepted(tuple(updates), tuple(losses), tuple(memories), tuple(up))
 
     def _class_mask(self, reply: Reply) -> Tensor:
-        """Return a mask (class,) of the classes that a reply states, or raise FormatError.
+        """Return a mask (class,) of the classes that a reply states.
 
-        It is True everywhere if the reply states none because targets are no classes.
+        It is True everywhere if `reply.classes` is None. Classes that do not fit are refused.
         """
         outputs = self.world.family.num_outputs
         if reply.classes is None:
@@ -454,13 +432,9 @@ class Flower(Sequential):
 
         Args:
             sent: The job as it was sent.
-            result: Numbers of the reply on this job.
+            result: Numbers of the reply on this job. They must follow from the job.
             file: Tensors of the reply for this job.
             mask: (class,) True where the client has samples of the class.
-
-        Raises:
-            FedquiltError: The reply does not follow from the job, or has values that are not
-                finite.
         """
         federation, link, job, learner = (
             self.federation,
@@ -511,10 +485,7 @@ class Flower(Sequential):
             raise FormatError(f"it states the extra {min(unknown)!r}, which the job does not have")
 
     def _check_change(self, job: Job, payload: Payload) -> None:
-        """Refuse a change of a weight, or a slot, whose root mean square exceeds `max_rms`.
-
-        The change is the difference from the server's weights at the start of the round.
-        """
+        """Refuse a slot, or a change from the server's weights, whose RMS exceeds `max_rms`."""
         if math.isinf(self.max_rms):
             return
         names = list(payload.weights)
@@ -534,10 +505,7 @@ class Flower(Sequential):
                 )
 
     def _batch_sizes(self, job: Job, learner: Learner) -> list[int]:
-        """Return the number of samples in each batch of a client's round, in order.
-
-        It follows from the number of samples that the client enrolled with, and the learner.
-        """
+        """Return the number of samples in each batch of a client's round, in order."""
         sizes = [len(rows) for rows in itinerary(job.client.size, learner.local, 0)]
         return sizes[: learner.max_batches] if learner.max_batches else sizes
 
@@ -568,9 +536,9 @@ def _unpacked(
 
 
 def _counted(memory: ClientState | None) -> ClientState | None:
-    """Return what the server remembers of a device, or None if it counts as nothing.
+    """Return what the server remembers of a device, or None if the device has lost its state.
 
-    A state without a round (-1) marks a device that has lost its state.
+    Such a state has no round (-1).
     """
     return None if memory is None or memory.round < 0 else memory
 
