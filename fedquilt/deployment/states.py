@@ -40,7 +40,7 @@ class Version:
     positions: Mapping[str, Submodel] = field(default_factory=dict)  # Of the initial weights
 
     def blob(self) -> Blob:
-        """Return the version as a file with a checksum."""
+        """Return the version as a safetensors file with a checksum, for `read`."""
         tensors: dict[str, Tensor] = {"reply/note": _bytes(self.reply.note)}
         for number, file in enumerate(self.reply.files):
             tensors[f"reply/{number}"] = _bytes(file)
@@ -75,10 +75,10 @@ class Version:
 
     @staticmethod
     def read(file: TensorFile) -> Version:
-        """Read a version.
+        """Read a version from a file that `blob` gave. Tensors are on the CPU.
 
         Raises:
-            RecordError: The file is damaged.
+            RecordError: The file is damaged, or is no version.
         """
         tensors = file.tensors(CPU, sealed=True)
         note = file.note
@@ -163,7 +163,7 @@ class DeviceStates:
             return None
 
     def save(self, version: Version, base: int) -> None:
-        """Save the state that a round leaves, and delete all others except the base.
+        """Save the state that a round leaves, and delete all other versions except the base.
 
         Args:
             version: State after the round.
@@ -176,7 +176,7 @@ class DeviceStates:
         self.keep({base, version.round})
 
     def keep(self, rounds: set[int]) -> None:
-        """Delete the versions of all other rounds."""
+        """Delete the versions of all rounds that are not in `rounds`."""
         for round in self.rounds:
             if round in rounds:
                 continue

@@ -36,7 +36,7 @@ class World:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type in which weights and sums are kept."""
+        """Return the type of weights, and of sums over them, for the precision of the run."""
         return DTYPES[self.precision]
 
     @property

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def share_label(method: Method, budget: Budget, world: World) -> str:
-    """Return the key of a client's budget in records, usually the share that it can train.
+    """Return the key of a client's budget in records, such as "0.5", as `Method.key` names it.
+
+    It is usually the share that the client can train.
 
     Args:
         method: The method that names keys.
@@ -25,12 +27,26 @@ def share_label(method: Method, budget: Budget, world: World) -> str:
 
 
 def share_key(share: float, budget: Budget) -> str:
-    """Return the key of a share, rounded to four decimals unless the budget names this share."""
+    """Return a share as a key of records, such as "0.5".
+
+    The share is rounded to four decimals, unless it is exactly the share that the budget names.
+
+    Args:
+        share: Share that a client can train.
+        budget: Budget of the client.
+    """
     return str(float(share if share == budget.share else round(share, 4)))
 
 
 def tested_budgets(method: Method, budgets: Sequence[Budget]) -> Sequence[Budget]:
-    """Return the budgets of a fleet for which the server may have nets of their own."""
+    """Return the budgets of a fleet that are tested one by one.
+
+    The result is empty if all devices get the same net, because then the whole model is tested.
+
+    Args:
+        method: Method of the run.
+        budgets: Budgets of the fleet.
+    """
     return () if method.serves_one_net else budgets
 
 

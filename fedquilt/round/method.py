@@ -160,7 +160,7 @@ class Method(OptionalSteps):
         return replace(self, local=self.local.changed(**changes))
 
     def shortened(self) -> Self:
-        """Return the method with one epoch and batches of 4, so that `fedquilt check` is quick."""
+        """Return a copy of the method with one epoch and batches of 4, for `fedquilt check`."""
         return self.with_local(epochs=1, batch_size=4)
 
     def initial(self, world: World) -> dict[str, Tensor]:
@@ -219,7 +219,7 @@ class Method(OptionalSteps):
         return world.family.fit(budget, rounding, self._step_within(budget, world))
 
     def trainable_share(self, budget: Budget, world: World, rounding: Rounding = "floor") -> float:
-        """Return the share of every axis that a client can train.
+        """Return the largest share of every axis with which a client can train, in (0, 1].
 
         Args:
             budget: Bounds of the client. A bound on memory is on the training step.
@@ -229,7 +229,7 @@ class Method(OptionalSteps):
         return world.family.share(budget, rounding, self._step_within(budget, world))
 
     def runnable_share(self, budget: Budget, world: World) -> float:
-        """Return the share of every axis that a device can run.
+        """Return the largest share of every axis with which a device can run the net, in (0, 1].
 
         Args:
             budget: Budget of the device. Its memory is that of inference.
@@ -269,8 +269,10 @@ class Method(OptionalSteps):
     def own(self, server: Server, client: Client, world: World) -> Submodels:
         """Return a client's own nets, for a personal method: those that it trained last.
 
+        By default this is the plan of the last round in which the client trained.
+
         Args:
-            server: State of the server.
+            server: State of the server, which has the clients' memories.
             client: Client whose nets are returned.
             world: The family, and the precision of the run.
         """
@@ -335,7 +337,7 @@ class Method(OptionalSteps):
     def label(self, budget: Budget, world: World) -> str:
         """Return the name that tables and logs show for the results of a budget.
 
-        The keys of `accuracy` are shares in any case.
+        The keys of `accuracy` in records are shares in any case.
 
         Args:
             budget: Budget of a device. It is named by its bounds with units, or by its share if it
@@ -389,11 +391,16 @@ class Method(OptionalSteps):
 
 
 def whatever_the_budget(share: float) -> str:
-    """Return the note of a method whose clients all train the same share."""
+    """Return the note, for readers of results, that all clients train the same `share`."""
     return f"every client trains share {share:g}, whatever its budget"
 
 
 def narrower(member: Arch, limit: Arch) -> Arch:
-    """Return a member with every axis at most as wide as in the member `limit`."""
+    """Return a member whose axes are at most as wide as those of another member.
+
+    Args:
+        member: Member to narrow. Its variant stays the same.
+        limit: Member that bounds the width of each axis.
+    """
     widths = tuple((axis, min(width, limit.sizes[axis])) for axis, width in member.widths)
     return replace(member, widths=widths)

@@ -61,7 +61,10 @@ class ServerMomentum:
         return ("momentum",)
 
     def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return lr · v with the velocity v ← momentum · v + Δ, which is the new slot."""
+        """Return lr · v with the velocity v ← momentum · v + Δ, which is the new slot.
+
+        Δ is `change`, and the old v is in the slot `momentum`.
+        """
         velocity = self.momentum * slots["momentum"] + change
         return self.lr * velocity, {"momentum": velocity}
 
@@ -93,7 +96,10 @@ class ServerAdam:
         return ("mean", "square")
 
     def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return η m / (√v + τ), and the new m and v."""
+        """Return η m / (√v + τ), and the new m and v as slots.
+
+        Δ is `change`, and the old m and v are in `slots`.
+        """
         mean = self.beta1 * slots["mean"] + (1 - self.beta1) * change
         square = self.mean_square(slots["square"], change.square())
         return self.lr * mean / (square.sqrt() + self.tau), {"mean": mean, "square": square}
