@@ -113,11 +113,11 @@ class Collector:
         self.updates: list[Update] = []
 
     def add(self, update: Update) -> None:
-        """Keep an update."""
+        """Keep an update, to be sent to the server."""
         self.updates.append(update)
 
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
-        """Refuse stacks, which no device trains."""
+        """Raise AssertionError, because a device trains its jobs one after another."""
         raise AssertionError("a device trains its jobs one after another")
 
     def join(self, other: Collector) -> None:
@@ -125,7 +125,7 @@ class Collector:
         self.updates += other.updates
 
     def finish(self, server: Server) -> Merged:
-        """Refuse to merge, which only the server does."""
+        """Raise AssertionError, because only the server merges."""
         raise AssertionError("a device does not merge")
 
 

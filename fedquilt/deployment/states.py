@@ -141,7 +141,7 @@ class DeviceStates:
 
     @property
     def rounds(self) -> list[int]:
-        """Return the rounds of which there is a version, in ascending order."""
+        """Return the rounds, counted from 0, of which there is a version, in ascending order."""
         if self._folder is None:
             return sorted(self._memory)
         names = (
@@ -150,7 +150,7 @@ class DeviceStates:
         return sorted(int(name) for name in names if name.isdigit())
 
     def load(self, round: int) -> Version | None:
-        """Return the version of a round, or None if it is absent or damaged."""
+        """Return the version of a round, counted from 0, or None if it is absent or damaged."""
         if round not in self.rounds:
             return None
         try:

@@ -62,7 +62,7 @@ class Attendance:
         return tuple(sorted({**self.missing, **self.failed, **self.refused}))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the attendance as values that JSON can hold."""
+        """Return the attendance as values that JSON can hold. Keys are texts."""
         reasons = {
             name: {str(client): reason for client, reason in getattr(self, name).items()}
             for name in ("missing", "failed", "refused")
@@ -122,7 +122,7 @@ class Outcome:
 
     @property
     def total(self) -> Spent:
-        """Return the sum of all clients' costs."""
+        """Return the sum of all clients' costs. It is zero if no client took part."""
         return Spent(*(sum(column) for column in zip(*self.costs.values(), strict=True)))
 
     def join(self, other: Outcome) -> None:
@@ -265,7 +265,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def has_validation(self) -> bool:
-        """Return True if clients hold back training samples for validation."""
+        """Return True if clients hold back some of their training samples for validation."""
 
     def online(self) -> Sequence[int] | None:
         """Return the clients that can be reached now, in ascending order. None: all clients."""

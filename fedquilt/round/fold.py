@@ -52,7 +52,7 @@ class Fold(Protocol):
     """Contract of a fold: a running merge of updates."""
 
     def add(self, update: Update) -> None:
-        """Add one update."""
+        """Add one update of a client. The update is not kept."""
 
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
         """Add many updates that sent the same positions.
@@ -63,7 +63,10 @@ class Fold(Protocol):
         """
 
     def join(self, other: Self) -> None:
-        """Add the partial result of another worker, whose fold is `other`."""
+        """Add the sums of `other`, a fold of the same kind that has updates of further clients.
+
+        Workers each fold their own clients, and their folds are joined afterwards.
+        """
 
     def finish(self, server: Server) -> Merged:
         """Return the new weights, slots and extras of the server.

@@ -51,14 +51,15 @@ def tested_budgets(method: Method, budgets: Sequence[Budget]) -> Sequence[Budget
 
 
 def short_share(key: str) -> str:
-    """Return the key of a record as tables show it: `0.5`, or `1` for the whole model."""
+    """Return the key of a share as tables show it, such as `0.5`, or `1` for "1.0"."""
     return f"{float(key):g}"
 
 
 def bounds_label(budget: Budget) -> str:
     """Return the bounds of a budget with their units, such as `28M MACs, 8 MB`.
 
-    The text is empty if the budget has only a share.
+    They are the bounds on parameters, multiply-adds and memory, in this order. The text is empty if
+    the budget has only a share.
     """
     bounds = {
         "params": budget.params is not None and f"{amount(budget.params)} parameters",
@@ -88,15 +89,16 @@ def budgets_by_share(
 def labels_by_share(
     method: Method, budgets: Sequence[Budget], world: World, shares: Sequence[float] = ()
 ) -> dict[str, str]:
-    """Return the names that tables and logs show for keys of records.
+    """Return the names that tables and logs show, by the key of a record.
 
-    Keys whose name is just the share are left out.
+    Budgets with one key are named together. Keys whose name is just the share are left out. Names
+    that would be equal get the share behind them.
 
     Args:
         method: The method that names them.
-        budgets: Budgets of the fleet. Those with one key are named together.
+        budgets: Budgets of the fleet.
         world: What the method may look at.
-        shares: Further shares that are evaluated.
+        shares: Further shares that are evaluated. The whole model is always included.
     """
     labels_by_key: dict[str, list[str]] = {}
     for budget in (*budgets, *(Budget(share=share) for share in (1.0, *shares))):

@@ -239,7 +239,7 @@ class _StudentTrainer:
 
     @contextmanager
     def _blamed(self) -> Iterator[None]:
-        """Raise a divergence of students as an error that names the server and not a client."""
+        """Raise a DivergenceError inside as one that names the server and not a client."""
         try:
             yield
         except DivergenceError as error:

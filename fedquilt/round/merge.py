@@ -373,7 +373,7 @@ class ExtrasMean:
     _sums: dict[str, tuple[Tensor, float]] = field(default_factory=dict)  # Σ p·value and Σ p
 
     def add(self, update: Update) -> None:
-        """Add the extras of one update."""
+        """Add the extras of one update to the sums, with the client's weight."""
         weight = client_weight(update, self.weighting, self.cutter)
         for name, value in update.extras.items():
             self._add(name, weight * value, weight)

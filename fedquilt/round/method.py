@@ -111,7 +111,11 @@ class Method(OptionalSteps):
     demo_federation: ClassVar[Mapping[str, Any]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Check the budgets of a subclass with its own `plan`, unless it opts out itself."""
+        """Set `ignores_budgets` to False for a subclass with its own `plan`.
+
+        So its budgets are checked, even if the parent ignores them. A subclass that sets
+        `ignores_budgets` itself keeps its value.
+        """
         super().__init_subclass__(**options)
         if "plan" in vars(cls) and "ignores_budgets" not in vars(cls):
             cls.ignores_budgets = False
@@ -139,7 +143,10 @@ class Method(OptionalSteps):
 
     @property
     def personal(self) -> bool:
-        """Return True if clients have their own models, so that accuracy is a mean over them."""
+        """Return True if clients have models of their own, because of the norm policy.
+
+        Then each client's model is tested, and accuracy is a mean over clients.
+        """
         return self.local.norm.personal
 
     @property
@@ -317,7 +324,10 @@ class Method(OptionalSteps):
         return self.trainable_share(job.client.budget, world)
 
     def lr(self, round: int) -> float:
-        """Return the clients' learning rate in a round, counted from 0."""
+        """Return the clients' learning rate in a round, counted from 0.
+
+        It is the optimizer's rate times the factor of the schedule over rounds.
+        """
         return self.local.optimizer.lr * self.local.schedule(round)
 
     def fold(self, server: Server, world: World) -> Fold:

@@ -37,11 +37,11 @@ class Plain:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Return nothing."""
+        """Return an empty tuple, because nothing is kept between rounds."""
         return ()
 
     def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the change itself."""
+        """Return the change itself, so that the server takes the mean, and no slots."""
         return change, {}
 
 
@@ -57,7 +57,7 @@ class ServerMomentum:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Return `momentum`."""
+        """Return the name of its only slot, `momentum`: the velocity."""
         return ("momentum",)
 
     def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -92,7 +92,7 @@ class ServerAdam:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Return `mean` (m) and `square` (v)."""
+        """Return the names of its slots, `mean` (m) and `square` (v)."""
         return ("mean", "square")
 
     def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -140,9 +140,9 @@ class ServerStep:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Return nothing."""
+        """Return an empty tuple, because nothing is kept between rounds."""
         return ()
 
     def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return lr · Δ."""
+        """Return lr · Δ, where Δ is `change`, and no slots."""
         return self.lr * change, {}

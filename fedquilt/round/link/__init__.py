@@ -86,7 +86,11 @@ class Link:
 
     @classmethod
     def preset(cls, name: str) -> Link:
-        """Return a predefined link by its name, such as `lossy-mild`."""
+        """Return a predefined link by its name, such as `lossy-mild`.
+
+        Raises:
+            ConfigError: There is no such link.
+        """
         if name not in cls.presets:
             raise ConfigError(f"there is no link named {name!r}.{nearest(name, cls.presets)}")
         return cls.presets[name]
@@ -128,7 +132,7 @@ class Link:
 
     @property
     def deadline(self) -> float | None:
-        """Return the seconds that clients of a round have. None: the server waits for all."""
+        """Return the simulated seconds that a client has for its round, or None for no limit."""
         return None if self.clock is None else self.clock.deadline
 
     def check(self, num_clients: int) -> None:

@@ -233,7 +233,15 @@ class Codec(BaseCodec):
 
     @override
     def decode(self, message: Tensor, spec: ChangeSpec) -> Tensor:
-        """Return the change that a message describes. It is zero where the message has no value."""
+        """Return the change (value,) that a message describes.
+
+        It is zero where the message has no value. If only a part of the values is sent, they are
+        scaled up so that the mean is unbiased, but not with error feedback.
+
+        Args:
+            message: (byte,) Result of `encode`. It is not modified.
+            spec: The description that `encode` was given.
+        """
         count = spec.count
         seed = None
         if self._seeded:

@@ -328,7 +328,12 @@ def _decoded_on_trial(codec: BaseCodec, message: Tensor, spec: ChangeSpec) -> Te
 
 @contextmanager
 def _blaming(codec: BaseCodec, trial: _Trial) -> Iterator[None]:
-    """Raise any error inside as a ConfigError that names the codec and the trial's change."""
+    """Raise any error inside as a ConfigError that names codec and trial.
+
+    Args:
+        codec: Codec on trial.
+        trial: Change that it is tried on.
+    """
     try:
         yield
     except Exception as error:

@@ -41,7 +41,10 @@ class Outline:
 
     @staticmethod
     def of(payload: Payload) -> Outline:
-        """Return the outline of a payload that is at hand, as in a simulation."""
+        """Return the outline of a payload: names, positions and shapes of its tensors.
+
+        Type and device are those of its first tensor.
+        """
         some = next(iter(_tensors(payload)))
         return Outline(
             payload.submodel,

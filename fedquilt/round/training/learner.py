@@ -162,7 +162,10 @@ class Learner:
         return steps * len(self.phases)
 
     def nets(self, member: Member) -> tuple[Member, ...]:
-        """Return the nets of `member` that a batch of the round may run, each once."""
+        """Return the nets that the objectives of all phases run, each once.
+
+        They are `member` itself, the client's net, or nets nested in it.
+        """
         return nets_of(self.phases, member)
 
     def activation_sets(self, member: Member) -> int:
@@ -332,7 +335,7 @@ class Learner:
         return self.lr * self.local.within_round(step, steps)
 
     def mean_rate(self, steps: int) -> float:
-        """Return the mean learning rate of a round of `steps` batches, or `lr` for none."""
+        """Return the mean learning rate over the `steps` batches of a round, or `lr` if 0."""
         factors = self.local.within_round.factors(steps)
         return self.lr * (sum(factors) / steps) if steps else self.lr
 
@@ -403,7 +406,7 @@ class Learner:
 
 
 def nets_of(phases: Sequence[Phase], member: Member) -> tuple[Member, ...]:
-    """Return the nets of `member` that phases run, each once."""
+    """Return the nets that objectives of phases run, each once: `member` or nets nested in it."""
     return tuple(dict.fromkeys(net for phase in phases for net in phase.objective.nets(member)))
 
 

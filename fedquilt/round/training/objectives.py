@@ -244,7 +244,10 @@ class Summed(Objective):
 
     @override
     def passes(self, member: Member) -> tuple[Passes, ...]:
-        """Return the passes of all terms. A net that several run on the batch runs once."""
+        """Return the passes of all terms for `member`.
+
+        A net that several terms run on the unchanged batch runs once.
+        """
         return together(
             net_passes for objective in self.objectives for net_passes in objective.passes(member)
         )
@@ -357,7 +360,12 @@ def wrapped_chain(outermost: Wrapping) -> list[Wrapping]:
 
 
 def around(wrapper: Wrapping, loss: Objective) -> Objective:
-    """Return a copy of a wrapper with the loss inside its innermost wrapper."""
+    """Return a copy of nested wrappers with a loss in the innermost one.
+
+    Args:
+        wrapper: The outermost wrapper. It is not changed.
+        loss: Objective that the innermost wrapper gets in place of its own.
+    """
     for layer in reversed(wrapped_chain(wrapper)):
         loss = replace(layer, objective=loss)
     return loss

@@ -84,7 +84,10 @@ class ClientPass(ABC):
         }
 
     def macs(self, member: Member) -> int:
-        """Return the multiply-adds of the nets of `member` for one sample."""
+        """Return the multiply-adds of this pass for one sample, over all nets that it runs.
+
+        The nets are `member` or nested in it.
+        """
         return sum(net_passes.macs for net_passes in self.passes(member))
 
 

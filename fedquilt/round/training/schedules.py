@@ -150,5 +150,8 @@ class WithinRound:
 
 
 def _half_cosine(done: int, total: int) -> float:
-    """Return (1 + cos(π · done / total)) / 2, which falls from 1 to 0."""
+    """Return (1 + cos(π · done / total)) / 2.
+
+    It falls from 1 at `done` 0 to 0 at `done` = `total`.
+    """
     return 0.5 * (1 + math.cos(math.pi * done / total))
