@@ -109,11 +109,14 @@ CASES: dict[str, Callable[[], Times]] = {
 
 
 def measured(case: str, tree: Path) -> Times:
-    """Run a case on a tree, in a process that imports the tree's package and scripts."""
+    """Run a case of a tree's own script, in a process that imports the tree's package.
+
+    Names may have changed between the trees, so that one script cannot serve both.
+    """
     path = os.pathsep.join(
         filter(None, (str(tree), str(tree / "bench"), os.environ.get("PYTHONPATH", "")))
     )
-    command = [sys.executable, __file__, str(tree), "--child", case]
+    command = [sys.executable, str(tree / "bench" / "against.py"), str(tree), "--child", case]
     # Without PYTHONSAFEPATH the folder of this script would come first, whatever the tree.
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)

@@ -57,7 +57,7 @@ class Eager:
         settings = {
             "lr": sgd.lr,
             "momentum": sgd.momentum,
-            "weight_decay": sgd.decay,
+            "weight_decay": sgd.weight_decay,
             "nesterov": sgd.nesterov,
         }
         self.optimizer = torch.optim.SGD(self.net.parameters(), fused=True, **settings)

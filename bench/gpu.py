@@ -117,7 +117,7 @@ class Eager:
         settings = {
             "lr": OPTIMISER.lr,
             "momentum": OPTIMISER.momentum,
-            "weight_decay": OPTIMISER.decay,
+            "weight_decay": OPTIMISER.weight_decay,
         }
         self.optimizers = [
             torch.optim.SGD(net.parameters(), fused=True, **settings) for net in self.nets

@@ -50,7 +50,7 @@ def step(some: list[ClientGroup]) -> float:
     began = time.process_time()
     for unit in some:
         unit.replay_alone()
-        unit.at.zero_()
+        unit.chunk_step.zero_()
     return time.process_time() - began
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 import published
@@ -67,9 +67,11 @@ def net(width: int, share: float = 1.0) -> nn.Module:
 
 
 class Neighbours(fq.Fleet):
-    """The next ten in every round: shares are dealt in turn, so it is two of each."""
+    """The next ten clients in every round. Shares are assigned in turn, so it is two of each."""
 
-    def cohort(self, round: int, seed: int, online: Sequence[int] | None = None) -> list[int]:
+    def draw_cohort(
+        self, round: int, seed: int, online: Sequence[int] | None = None, attempt: int = 0
+    ) -> list[int]:
         first = COHORT * round % CLIENTS
         return list(range(first, first + COHORT))
 
@@ -97,7 +99,8 @@ class Ours:
     def __init__(self, width: int, data: fq.FederatedData) -> None:
         self.clock = Clock()
         family = fq.trace(partial(net, width), data.example)
-        fleet = Neighbours(**vars(fq.Fleet.of(SHARES, CLIENTS, COHORT)))
+        plain = fq.Fleet.of(SHARES, CLIENTS, COHORT)
+        fleet = Neighbours(**{field.name: getattr(plain, field.name) for field in fields(plain)})
         self.run = fq.prepare(
             timed(self.clock), family, data, fleet, evaluation=fq.Evaluation(every=0)
         )
@@ -150,7 +153,7 @@ class Theirs:
         settings = {
             "lr": OPTIMISER.lr,
             "momentum": OPTIMISER.momentum,
-            "weight_decay": OPTIMISER.decay,
+            "weight_decay": OPTIMISER.weight_decay,
         }
         states, indices, held = [], [], [engine.classes_held(client.id) for client in cohort]
         with self.clock("training"):

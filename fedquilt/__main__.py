@@ -10,7 +10,11 @@ NEEDED = ("tyro", "rich", "tomli_w")  # Packages of the extra `cli` without whic
 
 
 def main() -> int:
-    """Run the command line. Ctrl-C while its modules are imported ends it without a trace too."""
+    """Run the command line, and return its exit status.
+
+    If packages of the extra `cli` are missing, a message is printed and the status is 2. Ctrl-C
+    ends the command without a traceback, also while its modules are imported.
+    """
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         needed = ", ".join(missing)

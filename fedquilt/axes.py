@@ -74,7 +74,7 @@ class Positions:
 
     @cached_property
     def tensor(self) -> Tensor:
-        """Return the positions as an int64 vector on the CPU."""
+        """Return the positions as an int64 vector on the CPU, in their order. It is cached."""
         with outside_functorch():
             if len(self.runs) > MAX_RANGES:
                 return torch.tensor(list(self))
@@ -110,13 +110,20 @@ class Positions:
         return Positions.chosen(position for position in self if position in common)
 
     def places(self, positions: Positions) -> Positions:
-        """Return the indices of some of these positions in this order. This inverts `take`."""
+        """Return the index at which each of `positions` is found in this order.
+
+        All of them must be among these positions. The result has the order of `positions`. This
+        inverts `take`: of the positions 4, 7, 9, the places of 7 and 9 are 1 and 2.
+        """
         index_of = {position: index for index, position in enumerate(self)}
         return Positions.chosen(index_of[position] for position in positions)
 
 
 def _merge(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Join neighbouring runs, and drop empty ones."""
+    """Join each run that starts where the run before it stops, and drop empty runs.
+
+    Runs keep their order and are not sorted.
+    """
     merged: list[Run] = []
     for start, stop in runs:
         if merged and merged[-1][1] == start:
@@ -203,7 +210,14 @@ _TOKEN = re.compile(r"\s*([()+]|[^\s()+]+)")
 
 
 def parse(text: str) -> Dims:
-    """Parse the dimensions of a weight. `parse("(a + b) c 3 3")` returns four."""
+    """Parse the dimensions of a weight, such as `"(a + b) c 3 3"`, which has four.
+
+    A name becomes a string, and a number becomes an integer. `(a + b)` becomes a `Sum`, and `(a b)`
+    a `Product`.
+
+    Raises:
+        ValueError: Parentheses are unbalanced, or a sum has none.
+    """
     tokens = _TOKEN.findall(text)
     cursor = 0
 
@@ -259,7 +273,7 @@ def _write(expr: Expr) -> str:
 
 
 def axes_in(expr: Expr) -> Iterator[str]:
-    """Yield the names of the axes in an expression, from left to right."""
+    """Yield the names of the axes in an expression, from left to right, repeated ones again."""
     match expr:
         case str():
             yield expr
@@ -286,7 +300,7 @@ def _renamed(expr: Expr, names: Mapping[str, str]) -> Expr:
 
 
 def size_of(expr: Expr, sizes: Mapping[str, int]) -> int:
-    """Return the length of a dimension whose axes have these sizes."""
+    """Return the length of a dimension. `sizes` has the size of every axis in the expression."""
     match expr:
         case int():
             return expr
@@ -330,7 +344,13 @@ def positions_of(expr: Expr, index: Mapping[str, Positions], sizes: Mapping[str,
 
 
 def _nest(outer: Positions, inner: Positions, length: int) -> Positions:
-    """Return the rows of a product of two dimensions, of which the inner one has a length."""
+    """Return the kept rows of a dimension that is the product of two others, in row-major order.
+
+    Args:
+        outer: Kept positions of the factor that changes more slowly.
+        inner: Kept positions of the factor that changes faster.
+        length: Full size of the inner factor. Row `p * length + q` has the positions p and q.
+    """
     if inner.covers(length):
         return Positions(tuple((start * length, stop * length) for start, stop in outer.runs))
     return Positions(_merge((p * length + a, p * length + b) for p in outer for a, b in inner.runs))

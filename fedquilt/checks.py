@@ -25,7 +25,10 @@ class Check:
 
 
 def missing(path: str) -> str:
-    """Return an error message if a file or folder does not exist. An empty path is valid."""
+    """Return an error message if a file or folder does not exist, else an empty string.
+
+    An empty path is valid. A relative path starts from the current folder.
+    """
     try:
         exists = not path or Path(path).exists()
     except (OSError, ValueError):  # The name is too long, or has a NUL in it.
@@ -55,7 +58,10 @@ def within(owner: object, **intervals: str) -> None:
 
 
 def outside(owner: object, **intervals: str) -> dict[str, str]:
-    """Return an error message for each field outside of its interval."""
+    """Return an error message for each field of the owner outside of its interval, by field name.
+
+    It is the check of `within` without the error. Fields that are valid are left out.
+    """
     return {
         name: _problem(value, interval)
         for name, interval in intervals.items()
@@ -96,6 +102,9 @@ def refuse(owner: object, problems: Mapping[str, str]) -> None:
         owner: Object that has the fields.
         problems: Problem of each field, as the end of a sentence that begins with "name = ". Empty:
             nothing is raised.
+
+    Raises:
+        ConfigError: Some field has a problem.
     """
     if problems:
         messages = " ".join(f"{name} = {text}" for name, text in problems.items())
@@ -114,6 +123,10 @@ def check_kinds(owner: Any) -> None:
     """Raise one error that names all fields of a dataclass whose value has the wrong type.
 
     Dataclasses do not check types themselves. Only the hints float, int, bool and str are checked.
+    A float may be an integer. Booleans are not accepted as numbers.
+
+    Raises:
+        ConfigError: Some fields have values of other types.
     """
     problems = {}
     for field in fields(owner):

@@ -30,10 +30,15 @@ T = TypeVar("T")
 def find(table: Mapping[str, T], name: str, noun: str) -> T | Any:
     """Return the object that a name refers to, in a table, a file or a module.
 
+    A file or module is imported, so that its code runs.
+
     Args:
         table: Entries by name.
         name: Name of an entry, `file.py:NAME` or `package.module:NAME`.
         noun: Word for an entry in messages, such as "method".
+
+    Raises:
+        ConfigError: There is no such entry, file, module or object, or importing it fails.
     """
     if is_file(name):
         return _from_file(name, noun)
@@ -59,7 +64,10 @@ def known(table: Mapping[str, T], name: str, noun: str) -> T:
 
 
 def registered(table: Mapping[str, type], value: object) -> str:
-    """Return the name of a value's class in a table, or the class name if it is not listed."""
+    """Return the name by which a table lists the class of a value.
+
+    Base classes do not count. If the table does not list the class, its `__name__` is returned.
+    """
     return next((name for name, kind in table.items() if kind is type(value)), type(value).__name__)
 
 
@@ -114,7 +122,10 @@ def said(error: BaseException) -> str:
 
 
 def is_file(name: str) -> bool:
-    """Return True if a name means `file.py:NAME`, a class or function in a file."""
+    """Return True if a name means `file.py:NAME`, or `file.py` without a NAME.
+
+    The file need not exist.
+    """
     return ".py:" in name or name.endswith(".py")
 
 
@@ -130,7 +141,10 @@ def is_in_module(name: str) -> bool:
 
 
 def is_reference(name: str) -> bool:
-    """Return True if a name means a class or function in a file or a module, and not in a table."""
+    """Return True if a name refers to code: `file.py`, `file.py:NAME` or `package.module:NAME`.
+
+    Other names are keys of a table of known names, such as `fedavg`, or data such as `hub:mnist`.
+    """
     return is_file(name) or is_in_module(name)
 
 
@@ -178,7 +192,7 @@ def name_of(code: Callable[..., Any]) -> str:
 
 
 def _place(code: Any, file: Path) -> str:
-    """Return the file of a function, and its line if it is known."""
+    """Return the name of a function's file, and the line it starts at if known, for a message."""
     compiled = getattr(code, "__code__", None)
     return f"{file.name}, line {compiled.co_firstlineno}" if compiled else file.name
 
@@ -191,7 +205,10 @@ def _attribute(target: Any, name: str) -> Any:
 
 
 def _is_installed(module: str) -> bool:
-    """Return True if a module is in an installed package, which every process can import."""
+    """Return True if a module is in an installed package, which every process can import.
+
+    `module` is a dotted name. It is False for a module that is not inside a package.
+    """
     package, dot, _ = module.partition(".")
     return bool(dot) and (package == __package__ or package in _packages())
 
@@ -224,7 +241,12 @@ def module_files(module: str) -> list[Path | None]:
 
 
 def _file_of(name: str, spec: ModuleSpec | None) -> Path | None:
-    """Return the file of a module, from its import or else from its spec."""
+    """Return the file of a module, or None if it has none. Nothing is imported.
+
+    Args:
+        name: Dotted name of the module. If it is imported already, that module's file counts.
+        spec: Result of searching for the module. None: it was not found.
+    """
     if name in sys.modules:
         origin = getattr(sys.modules[name], "__file__", None)
     else:
@@ -250,7 +272,15 @@ _OWN: list[ModuleType] = []  # Modules of users' files that were imported
 
 
 def _from_file(name: str, noun: str) -> Any:
-    """Return the object that `file.py:NAME` refers to. The file is imported."""
+    """Return the class or function that `file.py:NAME` refers to. The file is imported.
+
+    Args:
+        name: Path from the current folder, and NAME, which may have dots.
+        noun: Word for the object in messages, such as "method".
+
+    Raises:
+        ConfigError: NAME or the file is missing, the file fails, or it has no such object.
+    """
     path, attribute = split_file(name)
     if not attribute:
         raise ConfigError(
@@ -277,7 +307,15 @@ def _from_file(name: str, noun: str) -> Any:
 
 
 def _from_module(name: str, noun: str) -> Any:
-    """Return the object that `package.module:NAME` refers to. The module is imported."""
+    """Return the class or function that `package.module:NAME` refers to. The module is imported.
+
+    Args:
+        name: Dotted name of the module, and NAME, which may have dots.
+        noun: Word for the object in messages, such as "method".
+
+    Raises:
+        ConfigError: The module is missing or fails, or it has no such object.
+    """
     path, _, attribute = name.partition(":")
     request = f"the {noun} {name!r} was asked for"
     try:
@@ -311,7 +349,14 @@ class _SourceLoader(SourceFileLoader):
 
 @cache  # Two parts of a run may be in one file.
 def _read(file: Path) -> ModuleType:
-    """Import a file by its path, with its folder on the search path for this time."""
+    """Import a file by its absolute path, and return its module. A file is imported once.
+
+    While it is imported, its folder is first on the search path. The module is added to
+    `sys.modules` under a name of its own, and to `_OWN`.
+
+    Raises:
+        ConfigError: The code of the file fails.
+    """
     # Files with the same name in two folders need different module names, because dataclasses and
     # type hints look up their module by name.
     name = f"{file.stem}_{zlib.crc32(bytes(file)):08x}"

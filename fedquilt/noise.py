@@ -45,7 +45,12 @@ class Stream(int, Enum):
     parts: tuple[str, ...]  # Names of the parts of a key.
 
     def __new__(cls, number: int, parts: str) -> Self:
-        """Return a stream that is equal to its number."""
+        """Return a stream that is equal to its number.
+
+        Args:
+            number: Number of the stream in keys.
+            parts: Names of the parts of its keys, separated by spaces.
+        """
         stream = int.__new__(cls, number)
         stream._value_ = number, parts  # With the parts, equal numbers do not become aliases.
         stream.parts = tuple(parts.split())
@@ -130,7 +135,7 @@ def _signed(word: int) -> int:
 
 
 def key(*parts: int) -> int:
-    """Hash integers to one key. Their order matters.
+    """Hash integers to one key, a signed integer of 64 bits. Their order matters.
 
     Args:
         *parts: Everything that the random numbers depend on, such as a stream, the random seed, a
@@ -160,8 +165,10 @@ def _shift(word: Tensor, places: int) -> Tensor:
 def fold_in(words: Tensor, part: int | Tensor) -> Tensor:
     """Return new keys from keys and a number, such as a step or a site.
 
+    Each key is hashed with the number. The keys `words` do not change.
+
     Args:
-        words: Keys, such as one per client.
+        words: Keys in an int64 tensor, such as one per client.
         part: Number, or a tensor of numbers that broadcasts with `words`.
     """
     if isinstance(part, Tensor):  # int64 overflow wraps, as the hash needs.
@@ -170,7 +177,10 @@ def fold_in(words: Tensor, part: int | Tensor) -> Tensor:
 
 
 def bits(words: Tensor, count: int) -> Tensor:
-    """Return `count` hashed int64 words for one key (a 0-dimensional tensor)."""
+    """Return random int64 words (count,) for one key, which is a 0-dimensional tensor.
+
+    The first words do not depend on `count`.
+    """
     return mix(words + torch.arange(1, count + 1, device=words.device) * _signed(_GOLDEN))
 
 
@@ -215,7 +225,7 @@ def normal(words: Tensor, shape: tuple[int, ...] | torch.Size, dtype: torch.dtyp
 
 
 def order(word: int, count: int) -> Tensor:
-    """Return a random permutation of `count` numbers for one key."""
+    """Return a random permutation (count,) of the numbers 0 to `count` - 1, for the key `word`."""
     return torch.argsort(bits(torch.tensor(word), count), stable=True)
 
 

@@ -29,14 +29,15 @@ class Flat:
 
     @staticmethod
     def of(weights: Weights) -> Flat:
-        """Copy weights into one vector."""
+        """Copy weights of one type into one vector, in their order in the mapping."""
         vector = torch.cat([value.reshape(-1) for value in weights.values()])
         return Flat(vector, {name: value.shape for name, value in weights.items()})
 
     def read(self, weights: Weights, scope: str = "") -> Tensor:
         """Return other values for the same names as one vector, which must not be written to.
 
-        A single weight is not copied.
+        They are concatenated in the order of this vector. A single weight is not copied. Names that
+        are only in `weights` are ignored.
 
         Args:
             weights: Values by scope and name.
@@ -46,7 +47,7 @@ class Flat:
         return values[0] if len(values) == 1 else torch.cat(values)
 
     def same(self, vector: Tensor) -> Flat:
-        """Return another vector with the same names and shapes."""
+        """Return `vector`, which is not copied, under the names and shapes of this one."""
         return Flat(vector, self.shapes)
 
     @cached_property
@@ -60,7 +61,7 @@ class Flat:
 
     @property
     def starts(self) -> dict[str, int]:
-        """Return the offset of each weight in the vector."""
+        """Return the index of each weight's first entry in the vector, by name."""
         ends = accumulate((shape.numel() for shape in self.shapes.values()), initial=0)
         return dict(zip(self.shapes, ends, strict=False))
 
@@ -143,7 +144,14 @@ class Map:
         return sum(tensor.nbytes for tensor in (self._fixed, *self._reached))
 
     def fill(self, index: Mapping[str, Positions]) -> Tensor:
-        """Return the offsets in the vector of all entries of one cut, weight after weight."""
+        """Return the offsets of a cut's entries in the vector, as an int64 vector.
+
+        Offsets are listed weight after weight, and in row-major order within each. `spans` says
+        which belong to a weight.
+
+        Args:
+            index: Kept positions by axis. They are as many as the map was made for.
+        """
         positions = torch.cat([positions_of(dim, index, self._sizes).tensor for dim in self._cut])
         steps = to_device_async(self._fixed.device, positions)[self._sources] * self._strides
         offsets = self._fixed

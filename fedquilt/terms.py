@@ -51,9 +51,10 @@ class Submodel:
 
     @property
     def home(self) -> Index:
-        """Return the positions of the axes that the index leaves out.
+        """Return the positions on those axes of the member that the index leaves out.
 
-        On these axes the state under this scope has only the member's channels.
+        On such an axis the state under this scope has only the member's channels. They are the
+        first positions, as many as the member is wide. It is empty if the index has all axes.
         """
         return Index(
             {
@@ -65,12 +66,12 @@ class Submodel:
 
     @property
     def held(self) -> Index:
-        """Return the positions on all axes of the member."""
+        """Return the positions on all axes of the member, those of `index` and of `home`."""
         home = self.home
         return Index({**home, **self.index}) if home else self.index
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sub-model as values that JSON can hold."""
+        """Return the sub-model as values that JSON can hold. `from_dict` reads them."""
         return {
             "widths": [list(width) for width in self.arch.widths],
             "kind": _KIND_OF_WHOLE if self.arch.variant == WHOLE else self.arch.variant,
@@ -85,6 +86,12 @@ class Submodel:
     @staticmethod
     def from_dict(note: Mapping[str, Any]) -> Submodel:
         """Return the sub-model that `to_dict` described.
+
+        Only the types of the values are checked. No family is known here, so that axes and
+        positions are not compared with a model's.
+
+        Args:
+            note: Values of `to_dict`, which may have been received from outside.
 
         Raises:
             FormatError: The note is no such description.
@@ -101,7 +108,7 @@ class Submodel:
 
 
 def _check_note(note: object) -> None:
-    """Refuse a value that does not describe a sub-model."""
+    """Raise a FormatError if a value does not have the keys and types of `Submodel.to_dict`."""
     if not isinstance(note, Mapping) or not {"widths", "kind", "index", "scope"} <= note.keys():
         raise FormatError("a sub-model has no widths, kind, index and scope")
     widths, index, trains = note["widths"], note["index"], note.get("trains", [])
@@ -128,7 +135,7 @@ def _is_pairs(value: Any) -> bool:
 
 
 def in_slots(slots: Slots) -> list[Tensor]:
-    """Return the tensors of all slots."""
+    """Return the tensors of all slots as one list, slot after slot."""
     return [value for values in slots.values() for value in values.values()]
 
 
@@ -213,15 +220,18 @@ class Budget:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Return the bounds that are set, by name."""
+        """Return the bounds that are not None, by name: share, macs, params and memory."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def without_memory(self, share: float) -> Budget:
-        """Return the budget with its bound on memory replaced by a share."""
+        """Return the budget without its bound on memory, and with this share as its share."""
         return replace(self, memory=None, share=share)
 
     def both(self, other: Budget) -> Budget:
-        """Return a budget that has the tighter of each bound of this budget and `other`."""
+        """Return the budget that keeps the bounds of this budget and of `other`.
+
+        Of a bound that both have, the smaller value counts.
+        """
         values_by_name = {
             name: [value for value in (own_value, getattr(other, name)) if value]
             for name, own_value in vars(self).items()
@@ -230,10 +240,14 @@ class Budget:
 
 
 def _number(bound: float | str | None, name: str) -> float | None:
-    """Return the bound of a budget as a number.
+    """Return the bound of a budget as a number. A text such as "28M" is parsed.
+
+    Args:
+        bound: The bound. If it is not a text, it is returned unchanged and unchecked.
+        name: Name of the bound, which decides the units that are allowed.
 
     Raises:
-        BudgetError: It is a text that is not a number with a unit.
+        BudgetError: It is a text that is not a number with such a unit.
     """
     if not isinstance(bound, str):
         return bound
@@ -281,7 +295,7 @@ class Payload:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all tensors, uncoded."""
+        """Return the bytes of all tensors, uncoded: weights, slots, extras and `first`."""
         return self.first_bytes + sum(
             value.nbytes
             for value in (*self.weights.values(), *in_slots(self.slots), *self.extras.values())
@@ -305,7 +319,7 @@ class Update:
 
     @property
     def extras(self) -> Extras:
-        """Return the extras that arrived from the client."""
+        """Return the extras that arrived from the client. They are empty if all got lost."""
         return self.sent[0].extras if self.sent else {}
 
 
@@ -335,7 +349,10 @@ class Server:
 
     @property
     def scopes(self) -> set[str]:
-        """Return the scopes of all nets in the state. A single net has an empty one."""
+        """Return the scopes of all nets in the state, which are the prefixes of names up to "/".
+
+        A single net has the scope "".
+        """
         return {name[: name.rfind("/") + 1] for name in self.weights}
 
     def last(self, client: int) -> int:

@@ -42,7 +42,7 @@ def quantity(text: str, name: str) -> float | None:
 
 
 def how_to_write(name: str) -> str:
-    """Return examples of how to write the bound of a budget."""
+    """Return examples of how to write the bound `name` of a budget, for an error message."""
     return {"share": "0.25", "memory": "2GB, 512MiB or 2e9"}.get(name, "76M, 1.5G or 2e6")
 
 

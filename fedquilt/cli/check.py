@@ -34,7 +34,7 @@ class CheckRequest:
     json: Flag = False  # print the findings as JSON on standard output, and nothing else there
 
     def __call__(self) -> int:
-        """Check the method, print the findings, and return the exit status."""
+        """Check the method, print the findings, and return 1 if a check failed, else 0."""
         from fedquilt.cli.progress import check_progress
         from fedquilt.cli.results import show_findings
         from fedquilt.cli.show import print_json
@@ -60,7 +60,11 @@ class CheckRequest:
         return int(has_failed)
 
     def chosen(self) -> Method:
-        """Return the method with its own defaults and the settings that were asked for."""
+        """Return the method with its own defaults and the settings of `--set`.
+
+        Raises:
+            ConfigError: `--set` names a setting that is not the method's.
+        """
         from fedquilt.config.toml import parse_assignment
         from fedquilt.runs.demo import defaults
         from fedquilt.runs.experiment import Experiment

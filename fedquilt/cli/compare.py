@@ -95,7 +95,7 @@ class CompareRequest(Options):
 
     @property
     def _entries_resumed(self) -> tuple[str, ...]:
-        """Return the entries of a resumed study that were named. Empty: all of them."""
+        """Return the names of entries given beside --resume. Empty: all entries, or a new study."""
         return self.methods if self.resume else ()
 
     def _check_request(self, plan: Plan) -> None:
@@ -109,7 +109,11 @@ class CompareRequest(Options):
             raise ConfigError(f"--jobs {self.jobs} was asked for; at least one is needed.")
 
     def _resumed(self, folder: Path) -> tuple[Plan, dict[str, str]]:
-        """Return the study in a folder, or some of its entries, with more rounds on request."""
+        """Return the plan of the study in a folder, and the source of each entry's settings.
+
+        It has the entries that the command names, or all of them. `--rounds` changes their number
+        of rounds in the plan. The study's file stays as it is.
+        """
         from fedquilt.config.toml import assign
         from fedquilt.studies.entries import find_entry
         from fedquilt.studies.plan import STUDY_FILE, Plan
@@ -130,7 +134,13 @@ class CompareRequest(Options):
         return part, sources
 
     def _planned(self) -> tuple[Plan, dict[str, str]]:
-        """Return the study that was asked for, checked, and the source of each entry's settings."""
+        """Return the plan of a new study, and the source of each entry's settings by its name.
+
+        All problems of settings are reported together, and entries are checked for comparability.
+
+        Raises:
+            ConfigError: Methods are missing or repeated, or settings are invalid.
+        """
         from fedquilt.runs.experiment import Experiment
         from fedquilt.studies.entries import Entry
         from fedquilt.studies.plan import Plan
@@ -195,7 +205,18 @@ class CompareRequest(Options):
     def _request_of(
         self, name: str, names: list[str]
     ) -> tuple[CompareRequest, dict[str, tuple[Any, ...]]]:
-        """Return the request with those `--set` that concern one entry, and the entry's grid."""
+        """Return a copy of the request for one entry, and the entry's grid.
+
+        The copy has those `--set` that name the entry, or no entry at all. The same holds for
+        `--grid`.
+
+        Args:
+            name: Name of the entry.
+            names: Names of all entries.
+
+        Returns:
+            The request, and the values of each setting in the grid, by path.
+        """
         from fedquilt.config.toml import parse_grid
         from fedquilt.studies.entries import find_entry
 
@@ -216,7 +237,12 @@ class CompareRequest(Options):
 def _entry_name(method: str, methods: tuple[str, ...]) -> str:
     """Return the name of a method in tables.
 
-    A file has its stem as name, or its path if another entry has the same stem.
+    A .toml file has its stem as name, or its path if another entry has the same name. Other
+    methods keep their name.
+
+    Args:
+        method: Name of a method, or path of a .toml file.
+        methods: All methods of the study, including this one.
     """
     if not method.endswith(".toml"):
         return method

@@ -73,7 +73,11 @@ class DataRequest:
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Watch]:
-    """Show a bar for each step on a terminal, and a line elsewhere."""
+    """Show a bar for each step on a terminal, or a line when a step begins elsewhere.
+
+    It yields a function that is called with the step's name, how much is done, and how much there
+    is (0: unknown).
+    """
     from fedquilt.cli.show import say
 
     if not console.is_terminal:
@@ -111,7 +115,10 @@ def _progress(console: Console) -> Iterator[Watch]:
 
 
 def _show(console: Console, files: list[Prepared]) -> None:
-    """Show a row for each file, its terms of use, and downloads that could not be checked."""
+    """Print a table with a row for each file, and each data set's terms of use.
+
+    Downloads without a published checksum are named below it.
+    """
     from fedquilt.cli.show import say, show_table
     from fedquilt.units import size
 

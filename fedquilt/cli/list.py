@@ -39,7 +39,11 @@ class ListRequest(DataOptions):
     json: Flag = False  # print a JSON object keyed by name
 
     def __call__(self) -> None:
-        """Print the lists, or plot the samples of each client."""
+        """Print the lists, or the plot of each client's samples with `--plot`.
+
+        Raises:
+            ConfigError: An option of the plot was given without `--plot`.
+        """
         from fedquilt.cli import listing
         from fedquilt.cli.show import console_for, print_json, say, show_table
 

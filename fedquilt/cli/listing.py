@@ -61,7 +61,14 @@ def entries(what: str, name: str = "", with_stages: bool = False) -> dict[str, E
 
 
 def details(what: str, name: str) -> dict[str, dict[str, Entry]]:
-    """Return further tables on one entry, by the title of their first column."""
+    """Return further tables on one entry, by the title of their first column.
+
+    They are the entry's options, stages of a model, or rows, scales and notes of a paper's table.
+
+    Args:
+        what: A name of `LISTS`.
+        name: Name of the entry.
+    """
     if what == "models":
         return {"option": options(what, name), **_stages(_known(what, name))}
     if what != "papers":
@@ -76,7 +83,12 @@ def details(what: str, name: str) -> dict[str, dict[str, Entry]]:
 
 
 def options(what: str, name: str) -> dict[str, Entry]:
-    """Return the settings of one entry, by name."""
+    """Return the settings of one entry by name: type, default and description of each.
+
+    Args:
+        what: A name of `LISTS`.
+        name: Name of the entry.
+    """
     from fedquilt.runs.data_settings import Source
     from fedquilt.runs.machine import Machine
 
@@ -103,7 +115,11 @@ def _known(what: str, name: str) -> Any:
 
 
 def _own_method(name: str) -> type[Method]:
-    """Return the class of a method in a file or a module."""
+    """Return the class that `file.py:Class` or `package.module:Class` names.
+
+    Raises:
+        ConfigError: It is not a subclass of `Method`.
+    """
     from fedquilt.methods import METHODS, Method
 
     kind = find(METHODS, name, "method")
@@ -159,7 +175,11 @@ def _tables_named(name: str) -> tuple[str, ...]:
 
 
 def _paper_table(name: str) -> Entry:
-    """Return a table or figure of a paper: data, scales, and rows with the paper's numbers."""
+    """Return what is known of a paper's table or figure: data, scales, and the paper's numbers.
+
+    Args:
+        name: Name of the table, such as an entry of `fedquilt list papers`.
+    """
     from fedquilt.studies.papers import parsed_preset
 
     preset = parsed_preset(name)
@@ -208,7 +228,11 @@ def _model(spec: ModelSpec) -> Entry:
 
 
 def _stages(spec: ModelSpec) -> dict[str, dict[str, Entry]]:
-    """Return a table of stages for each growth that a model declares."""
+    """Return a table of stages for each growth that a model declares, by title.
+
+    A row has the parameters of a stage and of its temporary head. The model is built without
+    memory for its weights.
+    """
     import torch
 
     from fedquilt.family.stages import growths_of, stage_sizes
@@ -259,7 +283,7 @@ def _plain(kind: Callable[..., Any]) -> Entry:
 
 
 def _summary(thing: object) -> str:
-    """Return the first paragraph of a docstring in one line."""
+    """Return the first paragraph of an object's docstring in one line, empty if it has none."""
     paragraph, _, _ = (thing.__doc__ or "").strip().partition("\n\n")
     return " ".join(paragraph.split())
 

@@ -71,6 +71,8 @@ GROUPS: dict[str, dict[str, Callable[..., Any]]] = {"supernet": SUPERNET_COMMAND
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the `fedquilt` script, and return its exit status.
 
+    It is 0 after success, 1 after a failure, 2 after a wrong request, and 130 after ctrl-C.
+
     Args:
         argv: Arguments without the name of the program. None: those of the process.
     """
@@ -127,10 +129,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _explain(error: Exception) -> int | None:
-    """Print an error and return the exit status.
+    """Print an error to standard error without its trace, and return the exit status.
 
-    If the user's own code raised it, its line is printed too. None: the error comes neither from
-    fedquilt nor from the user's code, and nothing was printed.
+    The status is 2 for a wrong request, and 1 for a failure during work. If the user's own code
+    raised the error, its line is printed too. None: the error comes neither from fedquilt nor from
+    the user's code, and nothing was printed.
     """
     notes = getattr(error, "__notes__", ())
     line = user_line(error)
@@ -164,7 +167,7 @@ def _first_line(command: Callable[..., Any]) -> str:
 def _terminated_like_interrupted() -> Iterator[None]:
     """Treat SIGTERM as ctrl-C in the block, so that a run leaves a checkpoint.
 
-    Schedulers end jobs by SIGTERM.
+    Schedulers end jobs by SIGTERM. Outside of the main thread it has no effect.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -140,9 +140,12 @@ def refuse_spaces_in_grid(args: Sequence[str]) -> None:
 
 
 def _given_once(kind: Callable[..., Any]) -> dict[str, tuple[str, str]]:
-    """Return the flags that may be given once.
+    """Return the flags that may be given once, with their aliases, by the text of the flag.
 
     Each has the name that its aliases share, and a text on what to do instead of repeating it.
+
+    Args:
+        kind: Dataclass of a command.
     """
     names: dict[str, tuple[str, str]] = {}
     for field, hint in get_type_hints(kind, include_extras=True).items():
@@ -177,14 +180,17 @@ class DataOptions:
     assign: Assignments = ()  # any setting by its path, such as method.shift=2; may be given again
 
     def layers(self, base: Settings, method: str | None = None) -> tuple[Settings, dict[str, str]]:
-        """Lay the flags over settings.
+        """Return settings in which the flags and `--set` replace those of `base`.
 
         Args:
-            base: Settings below the flags.
+            base: Settings below the flags. It is not changed.
             method: Name of the method. None: that of `base`.
 
         Returns:
-            The settings, and the flag that set each path.
+            The settings, and the flag that set each path, such as "model.name".
+
+        Raises:
+            ConfigError: A `--set` cannot be parsed, or contradicts a flag.
         """
         from fedquilt.config.toml import parse_assignment
         from fedquilt.runs.overlay import assign_all
@@ -261,7 +267,12 @@ class Options(DataOptions):
     json: Flag = False  # print the result as JSON on standard output, and nothing else there
 
     def experiment(self, config: str | None, method: str | None) -> Experiment:
-        """Return the experiment that a file and the flags ask for."""
+        """Return the experiment with the settings of a file, and the flags over them.
+
+        Args:
+            config: Path of a file. None: the demo's settings or the defaults.
+            method: Name of the method. None: the file's, or the demo's.
+        """
         from fedquilt.runs.experiment import Experiment
 
         settings, sources = self.settings(config, method)
@@ -292,7 +303,17 @@ class Options(DataOptions):
         return self.layers(self._with_supernet(base, method), method)
 
     def _with_supernet(self, base: Settings, method: str | None) -> Settings:
-        """Return settings with the model that --supernet needs, and with RaFL's setting (c)."""
+        """Return settings with the model that --supernet needs, and with RaFL's setting (c).
+
+        The latter is for methods that train pairs of nets. Without --supernet nothing changes.
+
+        Args:
+            base: Settings of the file, the demo or the defaults.
+            method: Name of the method. None: that of `base`.
+
+        Raises:
+            ConfigError: --model is given too.
+        """
         from fedquilt.runs.demo import trains_pairs
         from fedquilt.runs.model_settings import SEARCHED
         from fedquilt.runs.overlay import assign_all
@@ -316,7 +337,14 @@ class Options(DataOptions):
         return assign_all(base, layers)
 
     def source(self, config: str | None, method: str | None) -> str:
-        """Return the source of the settings for a run's first line: a file, demo or defaults."""
+        """Return a text on the source of the settings, for a run's first line.
+
+        It is the path of the file, or names the demo, the method's preset or its defaults.
+
+        Args:
+            config: Path of a file. None: there is none.
+            method: Name of the method. None: the demo's.
+        """
         from fedquilt.runs.demo import DEMO, is_made_by_function
 
         if config:
@@ -338,10 +366,10 @@ class Options(DataOptions):
         return bool(self.model or self.data or paths & {"model", "model.name", "data", "data.name"})
 
     def _demo_data(self) -> str:
-        """Return the bundled data set that was named if it has a demo of its own. Empty: none.
+        """Return the name of the data set given by --data, if it is bundled and has its own demo.
 
-        No model may be named beside it. The data of the demo without arguments is excluded, because
-        naming it asks for the method's defaults.
+        The result is empty if it has none, or if a model is named too. It is also empty for the
+        data of the demo without arguments, because naming it asks for the method's defaults.
         """
         from fedquilt.runs.demo import DEMO, DEMOS
 
@@ -357,7 +385,7 @@ class Options(DataOptions):
         return bool(self.model) or any(path.split(".")[0] == "model" for path in paths)
 
     def _preset(self) -> str:
-        """Return the preset that `--set` asks for, or an empty string."""
+        """Return the preset that `--set method.preset=…` asks for, or an empty string."""
         preset = ""
         for text in self.assign:
             path, _, value = text.partition("=")

@@ -42,7 +42,11 @@ class ProbeRequest:
     json: Flag = False  # print the measurements as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
-        """Measure the device, and print or write the measurements."""
+        """Measure the device, or with `--space` time the blocks of a search space, and print it.
+
+        Raises:
+            ConfigError: `--out` or `--force` is given without `--space`.
+        """
         from fedquilt.cli.results import show_probe
         from fedquilt.cli.show import print_json
 
@@ -59,7 +63,18 @@ class ProbeRequest:
                 show_probe(console, result)
 
     def _time_blocks(self, space: str, console: Console, stdout: TextIO) -> None:
-        """Time the blocks of a search space, and write or print the table."""
+        """Time the blocks of a search space on this device, and print the table or its range.
+
+        With `--out` the table is written to that file too.
+
+        Args:
+            space: Name of a space, `file.py:Class`, or a supernet file.
+            console: Console for progress and text.
+            stdout: Stream for JSON.
+
+        Raises:
+            ConfigError: An option of the other measurement is given, or the file exists.
+        """
         from fedquilt.cli.search import probed_blocks
         from fedquilt.cli.show import print_json, say
 
@@ -92,7 +107,10 @@ class ProbeRequest:
             )
 
     def measure(self) -> Probe:
-        """Trace the model as a run would, train it for a moment, and return the measurements."""
+        """Trace the model as a run would, train it briefly, and return the measurements.
+
+        Without `--model` or `--data` those of the demo are used.
+        """
         from fedquilt.config.resolve import resolved
         from fedquilt.data import Pool
         from fedquilt.family.tracing.trace import trace

@@ -36,7 +36,11 @@ def progress(console: Console, rounds: int) -> Iterator[Begin]:
     """Show a bar with rate and time left on a terminal, or a line for each evaluated round.
 
     It yields a function that starts the bar. That function returns another one, to be called after
-    each round.
+    each round with its record.
+
+    Args:
+        console: Console for the bar or the lines.
+        rounds: Number of rounds in all.
     """
     if not console.is_terminal:
 
@@ -97,7 +101,10 @@ def watch_bar(
 
 
 def round_bars(console: Console) -> Progress:
-    """Return bars with rounds, rate, time left and figures."""
+    """Return an empty set of progress bars with rounds, rate, time left and figures.
+
+    Every bar needs the fields `rate` and `figures`. Bars disappear at the end.
+    """
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -167,7 +174,11 @@ def figures_line(record: Record, labels: Labels, percent: bool) -> str:
 
 @contextmanager
 def check_progress(console: Console, count: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar with the name of the running check on a terminal, and nothing elsewhere."""
+    """Show a bar with the name of the running check on a terminal, and nothing elsewhere.
+
+    It yields a function that is called with a check's name when the check begins. `count` is the
+    number of checks.
+    """
     if not console.is_terminal:
         yield lambda name: None
         return

@@ -117,7 +117,10 @@ class ReproduceRequest:
                 print(table.render(self.format), file=stdout)
 
     def _check_request(self) -> None:
-        """Refuse options before the first run that would only fail after the last one."""
+        """Raise a ConfigError for options that would fail only after the last run.
+
+        These are `--jobs` below 1, and a folder for `--store` that is a file.
+        """
         if self.jobs is not None and self.jobs < 1:
             raise ConfigError(f"--jobs {self.jobs} was asked for; at least one is needed.")
         if self.store is not None and self.store.is_file():
@@ -127,7 +130,7 @@ class ReproduceRequest:
 
 
 def _folder_name(table: str) -> str:
-    """Return a name for the folder of a table's study."""
+    """Return the default name of a study's folder for a table, by its name or .toml file."""
     from fedquilt.studies.entries import folder_name
 
     return folder_name(table.removesuffix(".toml").replace("/", "-"))

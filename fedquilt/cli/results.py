@@ -36,10 +36,14 @@ if TYPE_CHECKING:
 
 
 def show_result(console: Console, summary: Mapping[str, Any]) -> None:
-    """Show the result of a run.
+    """Print the result of a run.
 
     It has a table of the shares with its note, tables of domains, robustness and clients' own nets,
-    and the totals of bytes and seconds.
+    and the totals of bytes and seconds. Tables without rows are left out.
+
+    Args:
+        console: Console for the tables.
+        summary: Content of summary.json, perhaps with the key "reached" for a target.
     """
     labels = labels_of(summary)
     percent = in_percent(summary)
@@ -109,7 +113,10 @@ def _totals(summary: Mapping[str, Any]) -> str:
 
 
 def show_probe(console: Console, measurement: Probe) -> None:
-    """Show the speed and memory of a device, and the budget that is proposed for it."""
+    """Print the speed and memory of a device, and the budget that is proposed for it.
+
+    A table has the size of the member that was measured, and of the one that the budget allows.
+    """
     members = {"measured": measurement.measured, "proposed": measurement.member}
     rows = {
         name: {
@@ -136,7 +143,10 @@ def show_probe(console: Console, measurement: Probe) -> None:
 
 
 def show_export(console: Console, exported: Sequence[Exported]) -> None:
-    """Show the sizes of exported models, and how far their outputs differ from torch's."""
+    """Print a row for each exported model, and the file's name, size and format.
+
+    It also prints the largest difference between the file's outputs and torch's.
+    """
     rows = {
         f"{model.share:g}": {
             "parameters": model.params,
@@ -169,14 +179,15 @@ def _robustness(exported: Exported) -> str:
 
 
 def _names(group: PerClient) -> str:
-    """Return the names of the sizes of a group of clients with equal shares."""
+    """Return the labels of the clients' sizes in a group, each once, joined by " | "."""
     return " | ".join(dict.fromkeys(device.label for device in group.devices))
 
 
 def show_clients(console: Console, per_client: PerClient) -> None:
-    """Show a table of clients by share, and one by domain if there are domains.
+    """Print a table of clients by share, and one by domain if there are domains.
 
-    Cells are means, with deviations where clients differ.
+    A row is a group of clients. Cells are means over its clients, with deviations where they
+    differ.
     """
 
     def row(group: PerClient) -> dict[str, Any]:
@@ -208,7 +219,14 @@ def show_clients(console: Console, per_client: PerClient) -> None:
 
 
 def _main_spread(group: PerClient, attribute: str) -> str:
-    """Return mean and deviation of the main figure."""
+    """Return mean and deviation of the main figure over a group of clients, as text.
+
+    The deviation is left out if it is 0. A mean that is NaN gives a dash.
+
+    Args:
+        group: Clients.
+        attribute: Name of the figure: "main_own_size" or "main_whole_model".
+    """
     if group.percent:
         return _spread(group, attribute, 100, " %")
     mean, deviation = group.spread(attribute)

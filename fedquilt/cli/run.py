@@ -30,7 +30,10 @@ class RunRequest(Options):
     method: Text = None  # method: a name of `fedquilt list methods`, or file.py:factory
 
     def __call__(self) -> int:
-        """Begin or resume the run, train it to the end, and return the exit status."""
+        """Begin or resume the run, train it to the end, and print its result.
+
+        The exit status is 1 if the folder of a finished run is damaged, else 0.
+        """
         from fedquilt.cli.progress import progress
         from fedquilt.cli.results import show_result
         from fedquilt.cli.show import print_json, say

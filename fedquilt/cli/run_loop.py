@@ -55,17 +55,20 @@ class RunLoop:
 
     @property
     def first_lines(self) -> list[str]:
-        """Return lines with the most important settings, the method, the data and the model."""
+        """Return the lines that a run prints first: its settings, then method, data and model."""
         assert self.run is not None
         values = values_of(self.experiment, self.run, self.experiment.seed)
         title = title_of(self.experiment.names["method"], self.experiment, self.run)
         return [*settings_lines([("", self.source, values)]), title]
 
     def start(self, begin: Begin) -> None:
-        """Train to the end. Records are on disk as soon as a round is over.
+        """Train to the end. Records are on disk as soon as a round is over, if there is a folder.
 
         Args:
             begin: Starts the display of progress.
+
+        Raises:
+            Interrupted: The user pressed ctrl-C. The message says how to resume.
         """
         from fedquilt.config.writing import write
         from fedquilt.round.labels import labels_by_share
@@ -105,14 +108,14 @@ class RunLoop:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Return the content of summary.json."""
+        """Return the content of summary.json, read from a finished run or made from this one."""
         if self.run is None:
             assert self.finished is not None
             return self.finished
         return self.run.summary | self.experiment.names
 
     def check_target(self, target: float | None) -> None:
-        """Refuse a target that the task's main figure cannot have."""
+        """Raise a ConfigError if the task's main figure cannot have a target. None is accepted."""
         from fedquilt.runs.milestones import check_target
 
         if target is None:
@@ -124,7 +127,9 @@ class RunLoop:
             check_target(target, main_of(self.summary), in_percent(self.summary))
 
     def summary_with(self, target: float | None) -> dict[str, Any]:
-        """Return the summary. With a target it also has the round in which each share reached it.
+        """Return the summary, with the round in which each share reached a target.
+
+        It has the keys "target" and "reached" in addition. A share that did not reach it has None.
 
         Args:
             target: Value of the main figure. None: nothing is added.
@@ -148,13 +153,16 @@ def _plain(milestone: Milestone) -> dict[str, Any]:
 
 
 def begun(experiment: Experiment, source: str, out: Path | None, stack: ExitStack) -> RunLoop:
-    """Return a new run.
+    """Prepare a new run, and make its folder. Nothing is trained yet.
 
     Args:
         experiment: All settings.
         source: Source of the settings, for the first line: a file, the demo or defaults.
         out: Folder of the run. None: nothing is kept.
         stack: Closes the folder.
+
+    Raises:
+        ConfigError: The folder holds a run.
     """
     from fedquilt.runs.folder import Folder
 
@@ -225,7 +233,9 @@ def title_of(methods: str, experiment: Experiment, run: Run) -> str:
 
 
 def settings_lines(runs: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Return the first lines of runs, one for each group of runs with equal settings.
+    """Return lines on the settings of runs, one for each group of runs with equal settings.
+
+    Names of runs are left out if all runs have equal settings.
 
     Args:
         runs: Name, source of the settings, and most important settings of each run.
@@ -242,7 +252,7 @@ def settings_lines(runs: Sequence[tuple[str, str, str]]) -> list[str]:
 
 
 def refuse_taken(out: Path | None) -> None:
-    """Refuse a folder that holds a run, before anything is loaded."""
+    """Raise a ConfigError if a folder holds a run, before anything is loaded. None is accepted."""
     from fedquilt.runs.folder_files import holds_a_run
 
     if out and holds_a_run(out):
@@ -253,7 +263,10 @@ def refuse_taken(out: Path | None) -> None:
 
 
 def resumed(path: Path, rounds: int | None, stack: ExitStack, trust: bool = False) -> RunLoop:
-    """Return a run that resumes from its folder.
+    """Return a run that resumes from its last checkpoint, or the summary of a finished run.
+
+    A run is finished if it has the rounds that are asked for. With more rounds, the number is
+    written into the folder's config.toml.
 
     Args:
         path: Folder of the run.
@@ -298,7 +311,7 @@ def resumed(path: Path, rounds: int | None, stack: ExitStack, trust: bool = Fals
 
 
 def _summary_of(path: Path) -> dict[str, Any] | None:
-    """Return the summary of a finished run, else None.
+    """Return the summary in a run's folder. None: the run is not finished.
 
     Raises:
         RecordError: The summary is damaged, or lacks a number that is shown.

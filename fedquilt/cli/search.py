@@ -74,7 +74,7 @@ class SearchRequest:
     json: Flag = False  # print the members as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
-        """Search the members, and print them."""
+        """Search the best member, or one for every size of a fleet, and print the result."""
         from fedquilt.cli.show import print_json
 
         with output(self.json) as (console, stdout):
@@ -194,13 +194,18 @@ class SearchRequest:
 def validation_on(
     name: str, labels: Literal["rotations", "own"], supernet: Supernet, file: str
 ) -> Validation:
-    """Return the images on which members of a supernet are measured.
+    """Return the images on which members of a supernet are measured, and those for its norms.
+
+    The last fifth of the images is for measuring, and the others are for norm statistics.
 
     Args:
-        name: Name of a data set, a file or a folder.
-        labels: Labels that the supernet was trained to predict.
-        supernet: The supernet, whose number of classes the labels must have.
+        name: Name of a data set, or path of a file or folder.
+        labels: Labels that the supernet was trained to predict: rotations of images, or their own.
+        supernet: The supernet.
         file: File of the supernet, for the error.
+
+    Raises:
+        ConfigError: The number of classes or the shape of the images differs from the supernet's.
     """
     from fedquilt.data.sources import source
     from fedquilt.supernet import SupernetData
@@ -229,7 +234,9 @@ def validation_on(
 def asked_space(
     name: str, space_of_file: str | None, data: str | None, classes: int | None
 ) -> tuple[Space, Supernet | None]:
-    """Return the space that a command names, and the supernet if it names a file.
+    """Return the search space that a command names, and the supernet if it names a file.
+
+    The image size of a supernet file cannot be changed. The supernet is None for a space.
 
     Args:
         name: Name of a space, `file.py:Class`, or a supernet file.
@@ -258,7 +265,7 @@ def asked_space(
 
 
 def probed_blocks(name: str, data: str | None, device: str, console: Console) -> LatencyTable:
-    """Time the blocks of a space on this machine, and show progress.
+    """Time the blocks of a space on a device of this machine, and return the table of times.
 
     Args:
         name: Name of a space, `file.py:Class`, or a supernet file.
@@ -276,7 +283,10 @@ def probed_blocks(name: str, data: str | None, device: str, console: Console) ->
 
 
 def member_entry(member: Found) -> dict[str, Any]:
-    """Return a member as values that JSON can hold."""
+    """Return a found member as a JSON object: costs, score, limits and configuration.
+
+    It has the accuracy too, if that was measured. Costs that are unknown are left out.
+    """
     costs = {name: value for name, value in vars(member.costs).items() if value is not None}
     measured = {} if member.accuracy is None else {"accuracy": member.accuracy}
     return (
@@ -335,7 +345,11 @@ def _row(entry: dict[str, Any], is_accuracy: bool) -> dict[str, Any]:
 
 @contextmanager
 def progress_bars(console: Console) -> Iterator[Report]:
-    """Show a bar for each step on a terminal, and one line for each step elsewhere."""
+    """Show a bar for each step on a terminal, and one line for each step elsewhere.
+
+    It yields a function that is called with the step's name, how much is done, and how much there
+    is.
+    """
     from fedquilt.cli.show import say
 
     if not console.is_terminal:

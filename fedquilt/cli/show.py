@@ -32,7 +32,12 @@ def say(console: Console, text: str) -> None:
 
 
 def print_json(value: object, file: TextIO | None = None) -> None:
-    """Print a value as JSON, with null in place of NaN and infinite numbers."""
+    """Print a value as indented JSON, with null in place of NaN and infinite numbers.
+
+    Args:
+        value: Value of plain types.
+        file: Stream. None: standard output.
+    """
     print(json.dumps(_numbers(value), indent=2, allow_nan=False), file=file or sys.stdout)
 
 
@@ -90,7 +95,10 @@ def show_table(console: Console, name: str, entries: Mapping[str, Mapping[str, A
 
 
 def show_text_table(console: Console, table: studies.Table) -> None:
-    """Show a table of a study: framed on a terminal, else aligned by spaces."""
+    """Print a table of a study with its notes: framed on a terminal, else aligned by spaces.
+
+    The best cells are bold on a terminal.
+    """
     if not console.is_terminal:
         say(console, table.text)
         return

@@ -55,6 +55,9 @@ def prepared(
         console: Console that shows the settings.
         target: Value of the main metric that should be reached. None: there is none.
         metric: Metric to compare. Empty: the main one.
+
+    Returns:
+        Data and models that were loaded, which the runs use again.
     """
     from fedquilt.runs.milestones import check_target
 
@@ -91,9 +94,10 @@ def prepared(
 
 
 def _check_metric(metric: str, task: Task) -> None:
-    """Refuse a metric that the task does not have.
+    """Raise a ConfigError for a metric that the task does not have.
 
-    Metrics of domains and under attack are accepted with their suffix.
+    Metrics of domains and under attack are accepted with their suffix, as in NAME/DOMAIN. An empty
+    name, which is the main metric, is accepted.
     """
     names = [measured.name for measured in task.measured]
     derived = (f"local_{task.main.name}", *UNDER_ATTACK)
@@ -120,13 +124,16 @@ def run_study(
     grounds: Grounds | None = None,
     wrap: Callable[[Watch], Watch] | None = None,
 ) -> Study:
-    """Run a study with its progress on the console.
+    """Run a study with its progress on the console, and return its results.
 
     Args:
         request: Plan and folder of the study, and how it is run.
         console: Console that shows the progress.
         grounds: Data and model that were prepared before. None: there are none.
         wrap: Returns the watch of the study, given the one that shows the progress. None: that one.
+
+    Raises:
+        Interrupted: The user pressed ctrl-C. The message says how to continue.
     """
     plan, folder = request.plan, request.folder
     with StudyProgress(console, plan) as progress:
@@ -236,7 +243,7 @@ def show_study(
     target: float | None = None,
     baseline: str = "",
 ) -> None:
-    """Show the tables of a study, and write their numbers into its folder.
+    """Print the tables of a study, and write their numbers as JSON into its folder.
 
     Args:
         study: A study that was run.

@@ -160,7 +160,7 @@ class ShowRequest:
     json: Flag = False  # print an object as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
-        """Print the choices of the space, or the names of its weights."""
+        """Print size and choices of the space, or with `--names` its weights and their shapes."""
         from fedquilt.cli.show import print_json, say, show_table
 
         with output(self.json) as (console, stdout):
@@ -207,7 +207,11 @@ class ImportRequest:
     json: Flag = False  # print a summary as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
-        """Read the weights, write the supernet, and print its summary."""
+        """Read weights, sort channels by importance, write the supernet, and print its summary.
+
+        Raises:
+            ConfigError: The file exists, and `--force` is not given.
+        """
         from fedquilt.cli.show import print_json, say
 
         with output(self.json) as (console, stdout):
@@ -324,7 +328,10 @@ class SupernetRequest:
 
 
 def summary_of(space: Space) -> dict[str, Any]:
-    """Return the size of a space: number of nets, and range of multiply-adds and parameters."""
+    """Return a space's name, image shape, classes, choices and number of nets, for JSON output.
+
+    Multiply-adds and parameters are those of the smallest and of the largest net.
+    """
     smallest, largest = space.cost(space.smallest), space.cost(space.largest)
     return {
         "space": space.name,
@@ -360,7 +367,10 @@ def _sides(shape: list[int]) -> str:
 
 
 def _choice_rows(space: Space) -> dict[str, dict[str, Any]]:
-    """Return a row for each stage and kind of choice."""
+    """Return a table row for each stage and kind of choice: its options, by block or by stage.
+
+    Kinds without options are left out.
+    """
     rows = {}
     for number, stage in enumerate(space.stages, start=1):
         for kind in ("depths", "expansions", "kernels", "widths"):
@@ -383,7 +393,10 @@ def _weight_shapes(space: Space) -> dict[str, list[int]]:
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Watch]:
-    """Show a bar on a terminal, and a line for every epoch elsewhere."""
+    """Show a bar on a terminal, and a line for every epoch elsewhere.
+
+    It yields a function that is called with the progress of the training.
+    """
     from fedquilt.cli.show import say
     from fedquilt.supernet import SupernetProgress
 

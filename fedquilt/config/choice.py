@@ -34,7 +34,7 @@ class Choice(ABC):
     @classmethod
     @abstractmethod
     def find(cls, name: str) -> Callable[..., Any]:
-        """Return the factory that has a name."""
+        """Return the factory that has a name, or raise a ConfigError if there is none."""
 
     def make(self, kind: type[T], offers: Mapping[str, Any] | None = None) -> T:
         """Call the factory with its options, and return what it makes.

@@ -32,7 +32,14 @@ Rows = dict[str, dict[str, Any]]  # Type, default and comment of each setting, b
 
 
 def described(kind: Callable[..., Any]) -> dict[str, dict[str, Any]]:
-    """Return types (`options`), `defaults` and comments (`help`) of all settings of a class."""
+    """Return types (`options`), `defaults` and comments (`help`) of all settings of a class.
+
+    Each of the three is a table by the name of the setting. Settings without a default or without a
+    comment are missing there.
+
+    Args:
+        kind: A dataclass or a factory.
+    """
     settings, helps = _parameters_of(kind), comments(kind)
     return {
         "options": {name: shown_hint(parameter.hint) for name, parameter in settings.items()},
@@ -108,7 +115,15 @@ def _rows_of_table(owner: Callable[..., Any], hint: Any, value: Any, path: str, 
 
 
 def _rows_of_optional(hint: Any, path: str, help: str) -> Rows:
-    """Return the rows of a field that is None by default, and of the tables that it may have."""
+    """Return the rows of a field that is None by default, and of the tables that it may have.
+
+    Paths of several tables end with the name of the table, as `path (name)`.
+
+    Args:
+        hint: Type hint of the field.
+        path: Path of the field.
+        help: Comment on the field.
+    """
     rows = {path: _row(shown_hint(hint), "none", help)}
     named = choices([option for option in members(hint) if is_table(option)])
     for name, option in named.items():
@@ -119,10 +134,10 @@ def _rows_of_optional(hint: Any, path: str, help: str) -> Rows:
 
 
 def _rows_of_variants(default_rows: Rows, variants: Mapping[str, Rows]) -> Rows:
-    """Return the rows of the tables that are not selected, as `path (name)`.
+    """Return the rows of the tables that are not the default, by `path (name)`.
 
-    A row that the selected table has as well is left out if every table has the setting. If some
-    table lacks it, as plain SGD lacks `beta1`, each of the others shows it.
+    A row that equals the default table's is left out if every table has the setting. If some table
+    lacks it, as plain SGD lacks `beta1`, each of the others shows it.
 
     Args:
         default_rows: Rows of the default table, by path.
@@ -139,7 +154,10 @@ def _rows_of_variants(default_rows: Rows, variants: Mapping[str, Rows]) -> Rows:
 
 
 def _parameters_of(kind: Callable[..., Any]) -> dict[str, Parameter]:
-    """Return the fields of a dataclass, or the parameters of a factory."""
+    """Return type hint and default of each setting of a dataclass or a factory, by name.
+
+    Fields that files cannot set are left out.
+    """
     if not is_dataclass(kind):
         return parameters(kind)
     hints = field_hints(kind)
@@ -159,7 +177,13 @@ def _shown_default(parameter: Parameter) -> Any:
 
 
 def comments(kind: Callable[..., Any]) -> dict[str, str]:
-    """Return the comments on fields or parameters by name, inherited fields included."""
+    """Return the comments on fields or parameters by name, inherited fields included.
+
+    A class replaces comments of its base classes. Names without a comment are missing.
+
+    Args:
+        kind: A class, a function or a `functools.partial` of one.
+    """
     function = getattr(kind, "func", kind)  # `func` of a partial
     lineage = reversed(function.__mro__[:-1]) if isinstance(function, type) else [function]
     comments_by_name: dict[str, str] = {}
@@ -171,7 +195,10 @@ def comments(kind: Callable[..., Any]) -> dict[str, str]:
 # Finding the source of a class parses its whole file, and tables name the same classes many times.
 @cache
 def _own_comments(kind: Callable[..., Any]) -> Mapping[str, str]:
-    """Return the comments in the source of a class or function itself; none if it has no source."""
+    """Return the comments on fields or parameters in the source of a class or function itself.
+
+    Base classes are not searched. The result is empty if there is no source.
+    """
     try:
         return _comments_in(inspect.getsource(kind))
     except (OSError, TypeError):

@@ -93,7 +93,14 @@ def read(kind: Any, plain: Any, path: str, problems: list[Problem], base: Any = 
 
 
 def _scalar(kind: Any, plain: Any) -> Any:
-    """Return a number, a text, a boolean or None if it fits a type hint, else UNSET."""
+    """Return a plain value if it fits the type hint of a number, text, boolean or None, else UNSET.
+
+    Integers fit `float` and are converted. The text "none" fits None.
+
+    Args:
+        kind: Type hint, which may be a Literal.
+        plain: The value.
+    """
     if get_origin(kind) is Literal:
         is_choice = any(
             choice == plain and type(choice) is type(plain) for choice in get_args(kind)
@@ -113,7 +120,11 @@ def _scalar(kind: Any, plain: Any) -> Any:
 
 
 def _read_sequence(kind: Any, plain: Sequence[Any], path: str, problems: list[Problem]) -> Any:
-    """Read a list as a tuple, whose type hint may fix its length."""
+    """Read a list as a tuple, whose type hint may fix its length. Arguments are those of `read`.
+
+    Returns:
+        The tuple, or UNSET if its length or one of its items has a problem.
+    """
     args = get_args(kind)
     has_fixed_length = get_origin(kind) is tuple and Ellipsis not in args
     if has_fixed_length and len(plain) != len(args):
@@ -133,7 +144,10 @@ def _read_sequence(kind: Any, plain: Sequence[Any], path: str, problems: list[Pr
 def _read_union(
     kinds: Sequence[Any], plain: Any, path: str, problems: list[Problem], base: Any
 ) -> Any:
-    """Read a value as the first kind of a union that fits. Tables are selected by their name."""
+    """Read a value as the first kind of a union that fits. Tables are selected by their name.
+
+    Arguments and result are those of `read`, except that `kinds` has the members of the union.
+    """
     tables = [kind for kind in kinds if is_table(kind)]
     other_kinds = [kind for kind in kinds if not is_table(kind)]
     takes_mappings = any(get_origin(kind) in (dict, Mapping) for kind in other_kinds)
@@ -169,7 +183,10 @@ def _read_union(
 def _read_table(
     kinds: Sequence[Any], plain: Any, path: str, problems: list[Problem], base: Any
 ) -> Any:
-    """Read a table as one of several dataclasses. If there are several, `name` selects one."""
+    """Read a table as one of several dataclasses. If there are several, `name` selects one.
+
+    Arguments and result are those of `read`, except that `kinds` has dataclasses or base classes.
+    """
     if isinstance(plain, str):
         plain = {"name": plain}
     if not isinstance(plain, Mapping):
@@ -202,10 +219,10 @@ def _read_table(
 
 
 def _forwarded(kind: type, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Move keys to the field that a class forwards them to, over the field's own values.
+    """Return a table in which forwarded keys are inside the field that takes them.
 
-    A method that trains with another method has no settings of local training. Its `method.local`
-    belongs to the inner method.
+    There they replace the field's own values. A method that trains with another method has no
+    settings of local training. Its `method.local` belongs to the inner method.
     """
     moved = {key: value for key, value in keys.items() if key not in forwards(kind)}
     for key, field_name in forwards(kind).items():
@@ -220,7 +237,10 @@ def _forwarded(kind: type, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(below: Any, above: Any) -> Any:
-    """Merge two tables recursively. Values of `above` replace those of `below`."""
+    """Return two tables merged recursively. Values of `above` replace those of `below`.
+
+    Neither is changed. If one of them is no table, `above` is returned.
+    """
     if not isinstance(below, Mapping) or not isinstance(above, Mapping):
         return above
     return {
@@ -233,9 +253,9 @@ def _merged(below: Any, above: Any) -> Any:
 
 
 def _select(kinds: Sequence[Any], name: Any, path: str, problems: list[Problem], base: Any) -> Any:
-    """Return the class or factory that a name selects.
+    """Return the class or factory that a name selects, or UNSET after adding a problem.
 
-    Without a name, the class of `base` is kept, or the usual variant is taken.
+    Without a name (UNSET), the class of `base` is kept, or the usual variant is taken.
     """
     named = choices(kinds)
     noun = TABLES[kinds[0]].noun if len(kinds) == 1 else path.rpartition(".")[2]
@@ -344,7 +364,10 @@ def _call_factory(
 
 
 def _preset(kind: type, name: Any, path: str, problems: list[Problem]) -> Any:
-    """Return the preset of a class, or UNSET if it has none of that name."""
+    """Return the instance that a preset of a class gives.
+
+    If the class has none of that name, a problem at `path` is added, and UNSET is returned.
+    """
     presets = getattr(kind, "presets", {})
     if isinstance(name, str) and name in presets:
         return kind.preset(name)  # type: ignore[attr-defined]
@@ -359,7 +382,7 @@ def _preset(kind: type, name: Any, path: str, problems: list[Problem]) -> Any:
 def _read_fields(
     kind: type, plain: Mapping[str, Any], path: str, problems: list[Problem], base: Any
 ) -> Any:
-    """Return a dataclass from a table of its fields.
+    """Return an instance of a dataclass from a table of its fields, or UNSET after adding problems.
 
     Fields that the table leaves out are those of `base`. If `base` is UNSET, they have their
     defaults.
@@ -413,6 +436,7 @@ def _problems_of_incomplete(
     """Return the problems that a class finds in the values that could be read.
 
     `__post_init__` is called on an incomplete instance, so that all problems are reported at once.
+    Fields without a value in `values` are those of `base`, or have their defaults.
     """
     incomplete: Any = object.__new__(kind)
     fields_by_name = fields_of(kind)
@@ -432,7 +456,10 @@ def _problems_of_incomplete(
 def _problems_of_error(
     error: Exception, path: str, fields_by_name: Mapping[str, Any]
 ) -> list[Problem]:
-    """Return one problem for each field that an error names, or one for the whole table."""
+    """Return one problem for each field that an error names, or one for the whole table.
+
+    `path` is that of the table, and `fields_by_name` has its fields.
+    """
     if isinstance(error, ConfigError) and error.fields:
         return [
             Problem(_join(path, key) if key in fields_by_name else path, text)
@@ -444,7 +471,10 @@ def _problems_of_error(
 def _read_choice(
     kind: type[Choice], plain: Mapping[str, Any], path: str, problems: list[Problem]
 ) -> Any:
-    """Read the options of a factory by its signature. The factory is not called yet."""
+    """Read the options of a factory by its signature, and settings beside them. It is not called.
+
+    Arguments and result are those of `read`. `kind` is the subclass of `Choice`.
+    """
     num_problems, name = len(problems), plain.get("name", UNSET)
     setting_fields = {
         key: field_info

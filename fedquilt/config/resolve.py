@@ -36,7 +36,15 @@ def resolved(kind: type[T], settings: Settings, flags: Mapping[str, str], file: 
 
 
 def _flag_of(path: str, flags: Mapping[str, str]) -> str:
-    """Return the flag that set a path, a table above it, or a value below it."""
+    """Return the flag that set a path, a table above it, or a value below it.
+
+    Args:
+        path: Dotted path of a setting.
+        flags: Command-line flag by the path that it set.
+
+    Returns:
+        The flag in parentheses after a space, for a message. Empty: no flag set it.
+    """
     for set_path, flag in flags.items():
         if f"{path}.".startswith(f"{set_path}.") or f"{set_path}.".startswith(f"{path}."):
             return f" ({flag})"

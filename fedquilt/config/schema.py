@@ -17,7 +17,10 @@ from fedquilt.names import name_of
 
 
 def forwards(kind: Any) -> Mapping[str, str]:
-    """Return the keys that a class forwards (`Class.forwards`), with the field that takes each."""
+    """Return the keys that a class forwards (`Class.forwards`), with the field that takes each.
+
+    The result is empty if the class forwards none.
+    """
     fields_by_key: Mapping[str, str] = getattr(kind, "forwards", {})
     return fields_by_key
 
@@ -35,7 +38,14 @@ class Parameter(NamedTuple):
 
 
 def parameters(factory: Callable[..., Any]) -> dict[str, Parameter]:
-    """Return the parameters of a factory by name. Those without a type hint take any value."""
+    """Return the parameters of a factory by name, with type hint and default.
+
+    Those without a type hint have the hint Any. Those without a default have UNSET. Positional-only
+    and variadic parameters are left out. Built-in functions have none.
+
+    Args:
+        factory: A function, a class or a `functools.partial`.
+    """
     try:
         signature = inspect.signature(factory)
     except (ValueError, TypeError):  # Built-in functions have no signature.
@@ -56,7 +66,11 @@ def parameters(factory: Callable[..., Any]) -> dict[str, Parameter]:
 
 
 def choices(kinds: Sequence[Any]) -> dict[str, Any]:
-    """Return the classes that can be selected for any of these kinds, by name."""
+    """Return the classes that can be selected for any of these kinds, by name.
+
+    Args:
+        kinds: Dataclasses, which are themselves selectable, or base classes with a registry.
+    """
     named: dict[str, Any] = {}
     for kind in kinds:
         named |= TABLES[kind].kinds if kind in TABLES else {label(kind): kind}
@@ -89,9 +103,10 @@ def members(kind: Any) -> Sequence[Any]:
 
 
 def fields_of(kind: Any) -> dict[str, Field[Any]]:
-    """Return the fields that files can set, by name.
+    """Return the fields of a dataclass that files can set, by name.
 
-    `metadata={"setting": False}` excludes a field.
+    Fields without `init` are excluded, and so are those with `metadata={"setting": False}`. The
+    result is empty if `kind` is no dataclass.
     """
     if not is_dataclass(kind):
         return {}
@@ -113,9 +128,10 @@ def default(field_info: Field[Any]) -> Any:
 
 @cache
 def field_hints(kind: Any) -> Mapping[str, Any]:
-    """Return the evaluated hints of the fields that files can set, by name.
+    """Return the evaluated type hints of the fields that files can set, by name.
 
-    They are cached, because evaluating them took more than half of the time of reading a file.
+    Inherited fields are included. They are cached, because evaluating them took more than half of
+    the time of reading a file.
     """
     fields_by_name = fields_of(kind)
     return {

@@ -15,7 +15,11 @@ Settings = dict[str, Any]
 
 
 def read_toml(file: str | Path) -> Settings:
-    """Return the settings in a TOML file."""
+    """Return the settings in a TOML file.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not TOML.
+    """
     try:
         return parse_toml(Path(file).read_bytes(), str(file))
     except OSError as error:
@@ -54,10 +58,15 @@ def parse_toml(text: bytes, file: str) -> Settings:
 def assign(settings: Settings, path: Sequence[str], value: Any) -> Settings:
     """Set a value at a path in-place. A string on the way becomes a table with that name.
 
+    Missing tables on the way are created. Other values on the way are replaced by a table.
+
     Args:
         settings: Settings to change.
         path: Keys of the setting.
         value: New value, which is copied.
+
+    Returns:
+        The same settings.
 
     Raises:
         ConfigError: A key on the way is a list of several tables.
@@ -79,14 +88,21 @@ def assign(settings: Settings, path: Sequence[str], value: Any) -> Settings:
 
 
 def as_table(value: Any) -> Settings:
-    """Return a copy of a table. A string is the name of a table, and other values give none."""
+    """Return a value as a table: a shallow copy of a table, or {"name": text} for a string.
+
+    Any other value gives an empty table.
+    """
     if isinstance(value, str):
         return {"name": value}
     return dict(value) if isinstance(value, Mapping) else {}
 
 
 def parse_assignment(text: str) -> tuple[list[str], Any]:
-    """Return path and value of `a.b=v`. The value is TOML, and bare words are text."""
+    """Return the keys and the value of `a.b=v`. The value is TOML, and bare words are text.
+
+    Raises:
+        ConfigError: There is no equals sign, or no dotted key before it.
+    """
     key, equals, value = text.partition("=")
     path = parse_path(key) if equals else []
     if not path:
@@ -101,7 +117,11 @@ def parse_assignment(text: str) -> tuple[list[str], Any]:
 def parse_grid(text: str) -> tuple[str, tuple[Any, ...]]:
     """Return the path and the values of `a.b=v,v`. Each v is a TOML value, and bare words are text.
 
-    Values that are lists themselves are written as TOML lists: `a.b=[1.0],[1.0,0.5]`.
+    If one value is not TOML, all are text. Values that are lists themselves are written as TOML
+    lists: `a.b=[1.0],[1.0,0.5]`.
+
+    Raises:
+        ConfigError: There is no equals sign, no dotted key before it, or no value.
     """
     key, equals, values = text.partition("=")
     path = key.strip()

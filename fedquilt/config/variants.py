@@ -29,7 +29,7 @@ class Variants(NamedTuple):
 
 
 def variants(kind: Any, path: Sequence[str], usual: Any = UNSET) -> Variants | None:
-    """Return the variants that a name at a path selects from.
+    """Return the common keys and the default of the variants that a name at a path selects from.
 
     Args:
         kind: Type hint at the beginning of the path.
@@ -37,7 +37,7 @@ def variants(kind: Any, path: Sequence[str], usual: Any = UNSET) -> Variants | N
         usual: Default value at the path. UNSET: it has none.
 
     Returns:
-        None if no name at the path decides which other keys are allowed.
+        None if no name at the path decides which other keys are allowed, or there is no such path.
     """
     kinds = [member for member in members(kind) if is_table(member)]
     has_names = len(kinds) > 1 or any(base in TABLES for base in kinds)

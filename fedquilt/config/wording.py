@@ -14,7 +14,10 @@ from fedquilt.config.tables import TABLES
 
 
 def shown_hint(hint: Any) -> str:
-    """Return a type hint as it is written in code. A Literal is shown as its values."""
+    """Return a type hint as it is written in code, without module names.
+
+    A Literal is shown as its values, as in `'inside' | 'whole'`.
+    """
     if get_origin(hint) is typing.Annotated:
         return shown_hint(get_args(hint)[0])
     if get_origin(hint) is Literal:
@@ -24,7 +27,7 @@ def shown_hint(hint: Any) -> str:
 
 
 def fitting_values(kind: Any) -> str:
-    """Describe in words which values fit a type hint."""
+    """Describe in words which values fit a type hint, such as "a whole number" for int."""
     words = {
         int: "a whole number",
         float: "a finite number",
@@ -61,7 +64,15 @@ def fitting_values(kind: Any) -> str:
 
 
 def suggestion(kind: Any, plain: Any) -> str:
-    """Return the question for the closest value of a Literal. Empty: none is close."""
+    """Return the question for the value of a Literal that is closest to a text, for a message.
+
+    Args:
+        kind: Type hint that the value should fit.
+        plain: Value that was found.
+
+    Returns:
+        Text such as " Did you mean 'cosine'?". Empty: none is close, or `kind` is no Literal.
+    """
     close = (
         difflib.get_close_matches(plain, map(str, get_args(kind)), n=1)
         if isinstance(plain, str)
@@ -93,6 +104,11 @@ def with_article(noun: str) -> str:
 
 
 def owner_of(kind: type, path: str) -> str:
-    """Name the owner of a table's keys: the selected class, or the table itself."""
+    """Return a word for the owner of a table's keys: the selected class, or the table itself.
+
+    Args:
+        kind: Dataclass that the table is read as.
+        path: Dotted path of the table. Empty: the settings as a whole.
+    """
     is_selected_by_name = any(issubclass(kind, base) for base in TABLES)
     return label(kind) if is_selected_by_name else path.rpartition(".")[2] or "a configuration"

@@ -70,7 +70,10 @@ def write(value: Any, kind: Any = None) -> Any:
 
 
 def _has_defaults(value: Any) -> bool:
-    """Return True if all fields of a dataclass have their defaults."""
+    """Return True if all fields of a dataclass that files can set have their defaults.
+
+    Other fields, such as those without `init`, are ignored. A field without a default gives False.
+    """
     return all(
         getattr(value, key) == default(field_info)
         for key, field_info in fields_of(type(value)).items()
@@ -78,7 +81,18 @@ def _has_defaults(value: Any) -> bool:
 
 
 def _write_fields(value: Any, fields_by_name: Mapping[str, Field[Any]]) -> dict[str, Any]:
-    """Return the plain values of those fields of a dataclass that files can hold."""
+    """Return the plain values of fields of a dataclass, by name.
+
+    Fields that are None by default and in `value` are left out, because TOML has no null. A default
+    that files cannot hold is left out too.
+
+    Args:
+        value: Instance of a dataclass.
+        fields_by_name: Fields to write.
+
+    Raises:
+        ConfigError: Files cannot hold a value that is not the default.
+    """
     kind: Any = type(value)
     hints, written = field_hints(kind), {}
     for key, field_info in fields_by_name.items():

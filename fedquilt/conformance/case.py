@@ -34,7 +34,11 @@ ROUNDS = 3
 
 @cache
 def small_data() -> FederatedData:
-    """Return digits for six clients: 48 training samples by class, 120 for tests, 8 public."""
+    """Return digits for six clients: 48 training samples, 120 for tests and 8 public ones.
+
+    Training samples are sorted by class before they are divided, so that a client has few classes.
+    Every client has 8 training and 20 test samples.
+    """
     pool = digits()
     count = NUM_CLIENTS * SAMPLES_PER_CLIENT
     order = torch.argsort(pool.targets[:count], stable=True)
@@ -53,7 +57,12 @@ def small_data() -> FederatedData:
 
 @cache  # Tracing it takes longer than most checks.
 def small_family(norms: Literal["single", "dual", "conditioned"]) -> Family:
-    """Return a residual net of 5,090 parameters, with the norms that adversarial training needs."""
+    """Return a residual net of 5,090 parameters, with the norms that adversarial training needs.
+
+    Args:
+        norms: "single": plain batch norms. "dual": separate norms for adversarial samples.
+            "conditioned": norms that depend on a robustness.
+    """
     data = small_data()
 
     def module() -> nn.Module:
@@ -104,7 +113,11 @@ class Case:
 
     @cached_property
     def world(self) -> World:
-        """Return the world that a method sees. Only the family depends on it (`Method.adapt`)."""
+        """Return the world that a method sees, in float64.
+
+        It is prepared with FedAvg, so that errors of the method are found by the checks. The method
+        itself only adapts the family (`Method.adapt`).
+        """
         family = self.method.adapt(self.family)
         return prepare(
             FedAvg(), family, self.data, self.fleet, "sequential", precision="fp64"
@@ -122,7 +135,7 @@ class Case:
 
     @cached_property
     def clients(self) -> list[Client]:
-        """Return one client of every budget."""
+        """Return one client of every budget, numbered in the order of `budgets`."""
         return [Client(id, budget, SAMPLES_PER_CLIENT) for id, budget in enumerate(self.budgets)]
 
     def run(
@@ -149,7 +162,7 @@ class Case:
 
     @cached_property
     def outcome(self) -> Run | Exception:
-        """Return a run on `sequential`, or the exception that it raised."""
+        """Return a run on `sequential`, or the exception that it raised. It is computed once."""
         try:
             return self.run()
         except Exception as error:

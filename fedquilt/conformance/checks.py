@@ -65,7 +65,7 @@ class Joining(Sequential):
 
 
 def check_settings(case: Case) -> str:
-    """Check that settings survive a config.toml, and that `settled` may be called twice."""
+    """Check that a config.toml preserves all settings, and that `settled` is idempotent."""
     import tomllib
 
     experiment = Experiment(method=case.method, model=Model("tiny_resnet"), data=Source("digits"))
@@ -88,7 +88,10 @@ def check_settings(case: Case) -> str:
 
 
 def check_plan(case: Case) -> str:
-    """Check that plans are sub-models of the family, and depend on nothing but their arguments."""
+    """Check that plans are sub-models of the family, and depend on nothing but their arguments.
+
+    Every plan is made twice, with different states of the global random generators.
+    """
     plans = 0
     for client in case.clients:
         for round in range(ROUNDS):
@@ -111,7 +114,11 @@ def check_plan(case: Case) -> str:
 
 
 def check_budgets_kept(case: Case) -> str:
-    """Check that no plan costs more than the budget of its client."""
+    """Check that no plan costs more than the budget of its client.
+
+    Besides the budgets of the federation, bounds on parameters, multiply-adds and memory are tried.
+    The check does not apply to methods that ignore budgets.
+    """
     if case.method.ignores_budgets:
         raise NotApplicableError("the method ignores budgets on purpose (ignores_budgets = True)")
     family = case.world.family
@@ -154,7 +161,7 @@ def check_learner(case: Case) -> str:
 
 
 def _jobs(case: Case) -> Iterator[Job]:
-    """Yield a job of every client for every round in which plans change."""
+    """Yield the jobs of every client in every round in which plans change, one for each net."""
     for round in case.settled.turns(case.world):
         server = replace(case.server, round=round)
         for client in case.clients:
@@ -163,7 +170,11 @@ def _jobs(case: Case) -> Iterator[Job]:
 
 
 def _check_value(learner: Learner) -> None:
-    """Refuse a learner that engines cannot group clients by."""
+    """Refuse a result of `Method.learner` that engines cannot group clients by.
+
+    Raises:
+        CheckError: It is no `Learner`, or cannot be hashed.
+    """
     if not isinstance(learner, Learner):
         raise CheckError(f"learner returned a {type(learner).__name__}; it must return a Learner.")
     try:
@@ -177,7 +188,7 @@ def _check_value(learner: Learner) -> None:
 
 
 def check_run(case: Case) -> str:
-    """Check that a run succeeds."""
+    """Check that a run of the small federation on the engine `sequential` raises no exception."""
     run = case.outcome
     if isinstance(run, Exception):
         raise CheckError(message_of(run)) from run
@@ -185,13 +196,19 @@ def check_run(case: Case) -> str:
 
 
 def check_engines(case: Case) -> str:
-    """Check that training clients together gives the numbers of training them one after another."""
+    """Check that training clients together gives the numbers of training them one after another.
+
+    The runs are those of the engines `vectorized` and `sequential`.
+    """
     check_same(case.reference, case.run("vectorized"), "sequential", "vectorized")
     return f"sequential and vectorized agree to {TOLERANCE:g}"
 
 
 def check_join(case: Case) -> str:
-    """Check that folds of parts of a cohort can be joined, as the engine `ray` does."""
+    """Check that two folds, each of half a cohort, give the result of one fold when joined.
+
+    The engine `ray` joins folds of its workers in this way.
+    """
     reference = case.reference
     try:
         joined = case.run(Joining(case.data, precision="fp64"))
@@ -205,7 +222,7 @@ def check_join(case: Case) -> str:
 
 
 def check_determinism(case: Case) -> str:
-    """Check that a run is the same whatever the global random state is."""
+    """Check that a run is the same to the last bit whatever the global random state is."""
     reference = case.reference
     with random_state(7):
         again = case.run()
@@ -230,24 +247,43 @@ def check_resume(case: Case) -> str:
 
 
 def check_lossy_link(case: Case) -> str:
-    """Check that the method runs if some of what is sent does not arrive."""
+    """Check that the method runs, equally on two engines, if parts of what is sent are lost."""
     return _run_over(case, Link.preset("lossy-mild"), "a link that loses columns")
 
 
 def check_coded_link(case: Case) -> str:
-    """Check that the method runs if changes are coded with four bits and error feedback."""
+    """Check that the method runs, equally on two engines, over a codec of four bits.
+
+    The codec has error feedback.
+    """
     return _run_over(case, Link(codec=Codec(bits=4, feedback=True)), "a link of four bits")
 
 
 def _run_over(case: Case, link: Link, description: str) -> str:
-    """Run a method over a link on two engines, and compare the results."""
+    """Run a method over a link on `sequential` and on `vectorized`, and compare the results.
+
+    Args:
+        case: The small federation.
+        link: Link between server and clients.
+        description: Link in words, for the result.
+
+    Returns:
+        Sentence on the result.
+
+    Raises:
+        CheckError: The results of the engines differ.
+    """
     first = case.run(link=link)
     check_same(first, case.run("vectorized", link=link), "sequential", "vectorized")
     return f"runs over {description}; sequential and vectorized agree to {TOLERANCE:g}"
 
 
 def check_deploy(case: Case) -> str:
-    """Check that deployed nets are within budgets, and are those that the run evaluated."""
+    """Check that deployed nets give the outputs and the accuracy of the nets that were evaluated.
+
+    Deployment fails for a net beyond its budget. For methods whose clients have nets of their own,
+    it only checks that these can be deployed.
+    """
     run = case.reference
     full_budget = Budget(share=1.0)
     if case.method.personal:
@@ -279,7 +315,7 @@ def check_deploy(case: Case) -> str:
 
 
 def _outputs(net: Callable[[Tensor], Tensor], run: Run) -> Tensor:
-    """Return the outputs (sample, class) of a net on the test samples.
+    """Return the outputs (sample, class) of a net on all test samples of a run.
 
     Batches are those of the run's evaluation, because norms may depend on them.
     """
@@ -289,7 +325,14 @@ def _outputs(net: Callable[[Tensor], Tensor], run: Run) -> Tensor:
 
 
 def _evaluated(run: Run, budget: Budget) -> Callable[[Tensor], Tensor]:
-    """Return the nets of a budget as an evaluation runs them."""
+    """Return a function that runs the nets of a budget as an evaluation does.
+
+    It takes inputs (sample, …) and returns the averaged outputs of all nets that a device runs.
+
+    Args:
+        run: A finished run.
+        budget: Budget of the device.
+    """
     federation, world = run.federation, run.world
     server = ranked(federation, run.server, run.engine)
     nets = deployed_nets(run.method, server, budget, world)
@@ -327,7 +370,7 @@ CHECKS: Mapping[str, Callable[[Case], str]] = {
 
 
 def _positions(plan: Sequence[Submodel]) -> str:
-    """Describe a plan by the positions of its first axis."""
+    """Describe a plan for a message, by the first positions of one axis of its first sub-model."""
     if not plan or not plan[0].index:
         return "no positions"
     axis, positions = next(iter(plan[0].index.items()))

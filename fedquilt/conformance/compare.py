@@ -17,7 +17,7 @@ TOLERANCE = 1e-9  # Largest difference between two runs in float64 that count as
 def check_same(
     run: Run, other_run: Run, name: str, other_name: str, tolerance: float = TOLERANCE
 ) -> None:
-    """Refuse two runs whose final states or records differ.
+    """Refuse two runs whose final states or records differ. Seconds are not compared.
 
     Args:
         run: A run.
@@ -25,6 +25,9 @@ def check_same(
         name: Name of the first run in messages.
         other_name: Name of the other run in messages.
         tolerance: Largest difference that counts as equal. 0 compares to the last bit.
+
+    Raises:
+        CheckError: They differ. The message names the first tensor or figure that does.
     """
     names = f"{name} and {other_name}"
     state = dict(_tensors(run.server, ""))
@@ -51,7 +54,10 @@ def check_same(
 
 
 def _difference(tensor: Tensor, other: Tensor, tolerance: float) -> str:
-    """Describe how two tensors differ, with {} for their name. Empty: they are equal."""
+    """Describe how two tensors differ, with {} for their name.
+
+    The result is empty if they have equal shapes and differ by at most `tolerance` everywhere.
+    """
     if tensor.shape != other.shape:
         return f"in the shape of {{}}: {tuple(tensor.shape)} and {tuple(other.shape)}."
     distance = 0.0
@@ -63,14 +69,22 @@ def _difference(tensor: Tensor, other: Tensor, tolerance: float) -> str:
 
 
 def _is_close(figure: float | None, other: float | None, tolerance: float) -> bool:
-    """Return True if two figures are equal up to a tolerance. None: a run lacks the figure."""
+    """Return True if two figures are equal up to a tolerance.
+
+    None means that a run lacks the figure. It equals only None.
+    """
     if figure is None or other is None:
         return figure is other
     return figure == other or abs(figure - other) <= tolerance
 
 
 def _figures(value: object, path: str) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a record with their names, except seconds, which always differ."""
+    """Yield the numbers in a record with their names, except seconds, which always differ.
+
+    Args:
+        value: Record as plain values, or a part of it.
+        path: Name of the part: keys with spaces between them. Empty: the whole record.
+    """
     if isinstance(value, Mapping):
         for key, part in value.items():
             if key not in ("seconds", "server_seconds"):
@@ -80,7 +94,12 @@ def _figures(value: object, path: str) -> Iterator[tuple[str, float]]:
 
 
 def _tensors(value: object, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of a server's state with their names."""
+    """Yield all tensors in a server's state, client states included, with their names.
+
+    Args:
+        value: The state, or a part of it.
+        path: Name of the part: keys with spaces between them. Empty: the whole state.
+    """
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping):

@@ -15,5 +15,5 @@ class NotApplicableError(Exception):
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of an error. It names the type of errors that are not fedquilt's."""
+    """Return the message of an error. It also names the type of errors that are not fedquilt's."""
     return str(error) if isinstance(error, FedquiltError) else said(error)

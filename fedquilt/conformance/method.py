@@ -62,7 +62,14 @@ def check_method(
 
 
 def _run_check(check: Callable[[Case], str], case: Case) -> tuple[Status, str]:
-    """Run a check. Whatever a method raises is a finding, because it may be anybody's code."""
+    """Run a check, and return its status and a sentence on it. It never raises an Exception.
+
+    Whatever a method raises counts as a failure, because it may be anybody's code.
+
+    Args:
+        check: A value of `CHECKS`.
+        case: The small federation with the method.
+    """
     try:
         return "passed", check(case)
     except NotApplicableError as reason:
@@ -75,7 +82,7 @@ def _run_check(check: Callable[[Case], str], case: Case) -> tuple[Status, str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress warnings of the runs, which are about the small federation of the checks."""
+    """Suppress fedquilt's warnings inside the block. They are about the small federation only."""
     logger = logging.getLogger("fedquilt")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -29,7 +29,7 @@ _JOIN = (
 
 
 def read_samples(samples: Samples, name: str, set_name: str) -> tuple[Array, Array]:
-    """Return (inputs, targets). A torch Dataset is read into arrays.
+    """Return (inputs, targets) of one set. A torch Dataset is read into arrays, and a pair stays.
 
     Args:
         samples: (inputs, targets), or a torch Dataset of such pairs.
@@ -47,7 +47,9 @@ def number_named_targets(
     class_names: tuple[str, ...],
     name: str,
 ) -> tuple[tuple[Array, Array], tuple[Array, Array] | None, tuple[str, ...]]:
-    """Replace targets that are names by numbers.
+    """Replace targets that are names, such as "cat", by numbers. Other targets stay as they are.
+
+    Both sets are numbered alike. Nothing changes unless the targets of every set are names.
 
     Args:
         train: (inputs, targets) of the training set.
@@ -56,7 +58,8 @@ def number_named_targets(
         name: Name of the data for messages.
 
     Returns:
-        Both sets, and the names of the classes.
+        Both sets with the same inputs, and the names of the classes in the order of their numbers.
+        These are `class_names` if targets are not names.
 
     Raises:
         DataError: A target is not in `class_names`.
@@ -79,7 +82,10 @@ def number_named_targets(
 
 
 def _are_names(targets: Any) -> bool:
-    """Return True if targets are text: an array, a list or a column of a table."""
+    """Return True if all targets are text, in an array, a list or a column of a table.
+
+    Tensors and lists of different lengths are not text.
+    """
     if isinstance(targets, Tensor):
         return False
     try:
@@ -121,7 +127,10 @@ def _without_column(targets: Tensor, inputs: Tensor) -> Tensor:
 
 
 def input_tensor(array: Array, name: str) -> Tensor:
-    """Return inputs as bytes, real numbers or int64.
+    """Return inputs as a tensor of bytes, real numbers or int64, without gradients.
+
+    Bytes and real numbers keep their type. Other whole numbers and booleans become int64. The
+    tensor may share the array's memory.
 
     Args:
         array: (sample, …) Inputs of all samples.
@@ -153,7 +162,10 @@ def input_tensor(array: Array, name: str) -> Tensor:
 
 
 def target_tensor(array: Array, description: str) -> Tensor:
-    """Return classes as int64, rows of labels as bool, and real numbers as float32 or float64.
+    """Return targets as a tensor whose type tells the task.
+
+    Whole numbers are classes and become int64. Booleans of shape (sample, label) are labels and
+    stay bool. Other booleans become int64. Real numbers become float32, and float64 stays.
 
     Args:
         array: (sample, …) Targets of all samples.
@@ -187,15 +199,19 @@ def target_tensor(array: Array, description: str) -> Tensor:
 
 
 def count_classes(name: str, targets: Tensor, test_targets: Tensor, announced: int) -> int:
-    """Return the number of classes. 0: targets are not classes.
+    """Return the number of classes. 0: targets are real numbers or rows of labels, not classes.
 
-    It is the announced number, or else one more than the largest target.
+    It is the announced number, or else one more than the largest target of both sets.
 
     Args:
         name: Name of the data for messages.
         targets: Targets of the training set.
         test_targets: Targets of the test set.
         announced: Number of classes that the user gave. 0: none was given.
+
+    Raises:
+        DataError: The announced number is too small, targets are not classes although a number was
+            announced, no target counts, or there are more than `MAX_CLASSES` classes.
     """
     if targets.is_floating_point() or targets.dtype == torch.bool:
         if announced:
@@ -222,7 +238,16 @@ def count_classes(name: str, targets: Tensor, test_targets: Tensor, announced: i
 
 
 def _numbers(array: Array, description: str, fit: str) -> Tensor:
-    """Return whole numbers as int64. `fit` says in the message what would work."""
+    """Convert whole numbers or booleans to a tensor of int64.
+
+    Args:
+        array: Array or tensor.
+        description: Name of the values in the message, in the plural.
+        fit: Advice in the message on what would work.
+
+    Raises:
+        DataError: The values have another type, such as float.
+    """
     array = array.numpy(force=True) if isinstance(array, Tensor) else np.asarray(array)
     if array.dtype.kind not in "bui":
         raise DataError(f"{description} are {array.dtype}; {fit}.")
@@ -232,15 +257,21 @@ def _numbers(array: Array, description: str, fit: str) -> Tensor:
 def number_groups(
     train: Array | Sequence[str] | None, test: Array | Sequence[str] | None, description: str
 ) -> tuple[Tensor | None, Tensor | None, tuple[str, ...]]:
-    """Return clients or domains of both sets as numbers, and their names if names were given.
+    """Return the client, or the domain, of each sample of both sets as a number.
+
+    Names are numbered in sorted order over both sets together. Numbers stay as they are.
 
     Args:
-        train: (sample,) Clients or domains of the training set. None: unknown.
+        train: (sample,) Client or domain of each training sample. None: unknown.
         test: (sample,) The same for the test set.
         description: Description for messages, such as "mine: clients".
 
     Returns:
-        Numbers of both sets, None where they are unknown, and the names by number.
+        Numbers of the training set and of the test set, each None if it is unknown. Then the names
+        in the order of their numbers, empty if numbers were given.
+
+    Raises:
+        DataError: They are neither whole numbers nor names, or only one set has names.
     """
     present = [labels for labels in (train, test) if labels is not None]
     plain = [
@@ -258,7 +289,10 @@ def number_groups(
 
 
 def _holds_names(codes: np.ndarray) -> bool:
-    """Return True if these are names. Columns of tables hold names as objects."""
+    """Return True if an array holds text as bytes or as Python strings, as columns of tables do.
+
+    NumPy's own type for text (kind U) and empty arrays give False.
+    """
     if not codes.size:
         return False
     return codes.dtype.kind == "S" or (
@@ -267,13 +301,13 @@ def _holds_names(codes: np.ndarray) -> bool:
 
 
 def coded(named: Sequence[np.ndarray]) -> tuple[list[np.ndarray], tuple[str, ...]]:
-    """Number the names in several arrays.
+    """Replace names in several arrays by numbers, the same number for a name in all of them.
 
     Args:
         named: Arrays of names, of any shapes.
 
     Returns:
-        Arrays of numbers in the same shapes, and the names in the order of their numbers.
+        Arrays of numbers in the same shapes, and the sorted names. Number k stands for name k.
     """
     names, codes = np.unique(
         np.concatenate([array.reshape(-1) for array in named]), return_inverse=True
@@ -293,10 +327,12 @@ def check_samples(
         set_name: "training" or "test", for messages.
         inputs: (sample, …)
         targets: (sample, …)
-        groups: (sample,) Client and domain of each sample, by noun. None: unknown.
+        groups: (sample,) Number of each sample's client and domain, by the keys "clients" and
+            "domains". None: unknown.
 
     Raises:
-        DataError: They do not fit.
+        DataError: Lengths differ, the set is empty, a class is negative but not −100, or the number
+            of a client or domain is negative.
     """
     if not (inputs.dim() and targets.dim()):
         raise DataError(
@@ -330,7 +366,12 @@ def check_samples(
 
 
 def warn_of_nan(test_inputs: Tensor, name: str) -> None:
-    """Warn if test samples hold NaN or infinite values, because models predict them wrongly."""
+    """Log a warning if test inputs hold NaN or infinite values. Nothing is changed or refused.
+
+    Args:
+        test_inputs: (sample, …) Inputs of the test set.
+        name: Name of the data for the message.
+    """
     if not test_inputs.is_floating_point():
         return
     is_finite = test_inputs.isfinite().reshape(len(test_inputs), -1).all(1)

@@ -15,16 +15,18 @@ from fedquilt.errors import DataError
 
 
 def arrays_of(dataset: Dataset[Any], what: str) -> tuple[Tensor, Array]:
-    """Return all inputs and all targets of a dataset.
+    """Read all samples of a dataset, and return (inputs, targets) in the dataset's order.
 
     Random transforms are applied once to each sample, because a run keeps its samples in memory.
+    Targets are a tensor if the first one is a tensor, or else a NumPy array.
 
     Args:
         dataset: Pairs (input, target), with inputs of equal shape.
         what: Name of the set for messages.
 
     Raises:
-        DataError: A sample is not a pair, not an array, or differs in shape from the first one.
+        DataError: There is no sample, or a sample is not a pair, not an array, or differs in shape
+            from the first one.
     """
     inputs: list[Tensor] = []
     targets: list[Any] = []
@@ -52,9 +54,10 @@ def arrays_of(dataset: Dataset[Any], what: str) -> tuple[Tensor, Array]:
 
 
 def _samples(dataset: Dataset[Any]) -> Iterator[Any]:
-    """Return an iterator over the samples.
+    """Return an iterator over a dataset's samples, in its order.
 
-    A dataset with a length is indexed up to its length, because it need not raise IndexError.
+    A dataset with a length is indexed up to its length, because it need not raise IndexError. An
+    `IterableDataset` is iterated over until it ends.
     """
     if isinstance(dataset, IterableDataset):
         return iter(dataset)

@@ -56,11 +56,11 @@ class FederatedData(Pool):
         test_parts: Sequence[Sequence[int] | Array] | None = None,
         name: str = "data",
     ) -> FederatedData:
-        """Check arrays or tensors and wrap them with the samples of each client.
+        """Check arrays or tensors, and return them with the positions of each client's samples.
 
         Args:
             train: (inputs, targets), or a torch Dataset of such pairs.
-            test: The same for the test set.
+            test: The same for the test set. It is required here.
             parts: Positions of each client's training samples, or a boolean mask for each client.
             test_parts: The same for test samples. None: clients have no test samples of their own.
             name: Name of the data for tables and messages.
@@ -101,11 +101,13 @@ class FederatedData(Pool):
         return len(self.parts)
 
     def size(self, client: int) -> int:
-        """Return the number of a client's training samples."""
+        """Return the number of a client's training samples, without validation samples."""
         return len(self.parts[client])
 
     def among(self, count: int) -> Self:
-        """Return the data of the first clients alone. Samples of other clients are not used.
+        """Return the data of the first `count` clients alone. Nothing is partitioned again.
+
+        Samples of other clients stay in the arrays, unused. The common test set stays whole.
 
         Args:
             count: Number of clients. At or above `num_clients` it has no effect.
@@ -119,7 +121,7 @@ class FederatedData(Pool):
         )
 
     def with_validation(self, share: float) -> Self:
-        """Hold back a share of every client's training samples for validation.
+        """Return the data with a share of every client's training samples held back for validation.
 
         Clients do not train on these samples, and norms are not measured on them. A client with two
         or more samples holds back at least one and trains on at least one. A client with a single
@@ -163,7 +165,14 @@ class FederatedData(Pool):
         return held_back.remembering(self.origin and self.origin.with_validation(share))
 
     def _check_unshared(self, request: str) -> None:
-        """Refuse parts that list a sample twice."""
+        """Refuse training parts that list a sample twice, for one client or for two.
+
+        Args:
+            request: Beginning of the message, which says what the user asked for.
+
+        Raises:
+            DataError: A sample is listed twice.
+        """
         ordered = self.parts.order.sort().values
         shared = ordered[1:][ordered[1:] == ordered[:-1]]
         if len(shared):
@@ -214,11 +223,11 @@ class FederatedData(Pool):
         )
 
     def held(self, client: int, num_classes: int) -> Tensor:
-        """Return the classes of which a client has samples.
+        """Return a mask of the classes that occur among a client's training samples.
 
         Args:
             client: Number of the client.
-            num_classes: Length of the result.
+            num_classes: Length of the result. Targets at or above it, and below 0, are left out.
 
         Returns:
             (class,) True where the client has samples of the class.
@@ -240,9 +249,11 @@ class FederatedData(Pool):
         return mask.index_fill_(0, present, True)
 
     def flaw(self, client: int) -> str:
-        """Return a reason why no model can learn from a client's samples. Empty: there is none.
+        """Return a sentence on why no model can learn from a client's training samples.
 
-        It is called after the training of the client has failed.
+        The reasons are inputs that are not finite, and targets that are all ignored (−100). The
+        result is empty if there is no such reason. It is called after the training of the client
+        has failed.
         """
         rows = self.parts[client].to(self.targets.device)
         if bad := int((~self.inputs[rows].isfinite()).reshape(len(rows), -1).any(1).sum()):

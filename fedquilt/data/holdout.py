@@ -16,7 +16,9 @@ _log = logging.getLogger(__name__)
 def held_out(
     count: int, groups: Tensor | None, name: str, noun: str = "samples"
 ) -> tuple[Tensor, Tensor]:
-    """Choose a fifth of the samples for testing and log a warning about it.
+    """Choose a fifth of the samples at random for testing, and log a warning about it.
+
+    The choice is the same in every call with the same `count` and `groups`.
 
     Args:
         count: Number of samples.
@@ -26,10 +28,10 @@ def held_out(
         noun: Noun for the samples in messages.
 
     Returns:
-        Positions of the other samples, and of those that are held out.
+        Positions of the other samples for training, and positions of the samples for testing.
 
     Raises:
-        DataError: There are too few samples.
+        DataError: There are so few samples that none would be held out.
     """
     remaining, tests = fifth(count, groups)
     if not len(tests):
@@ -48,7 +50,9 @@ def held_out(
 
 
 def fifth(count: int, groups: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Split samples at random into four fifths and one fifth.
+    """Split samples into four fifths and one fifth, at random but equally in every call.
+
+    The fifth is rounded down, so that a group of fewer than five samples gives none.
 
     Args:
         count: Number of samples.
@@ -56,7 +60,7 @@ def fifth(count: int, groups: Tensor | None = None) -> tuple[Tensor, Tensor]:
             every client keeps samples. None: all samples are split together.
 
     Returns:
-        Positions of four fifths of the samples, and of one fifth.
+        Positions of four fifths of the samples, and positions of one fifth. Both are shuffled.
     """
     order = noise.order(noise.key(noise.NO_SEED, noise.Stream.TEST_SPLIT), count)
     if groups is None:

@@ -32,7 +32,9 @@ class Origin:
     validation: float = 0.0  # Share of every client's training samples that is held back
 
     def partitioned(self, partition: Partition, num_clients: int, seed: int) -> Origin:
-        """Return the origin of the same samples after they are partitioned among clients.
+        """Return a copy of this record that names the partition of the samples among clients.
+
+        No samples are touched. The copy has no validation share.
 
         Args:
             partition: Kind of partition.
@@ -44,12 +46,22 @@ class Origin:
         )
 
     def with_validation(self, share: float) -> Origin:
-        """Return the origin of the same samples with a share held back for validation."""
+        """Return a copy of this record that names the share of samples held back for validation.
+
+        No samples are touched.
+
+        Args:
+            share: Share of every client's training samples, in [0, 1).
+        """
         return replace(self, validation=share)
 
 
 def remembered(factory: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-    """Decorate a function so that its pools remember the function and its arguments."""
+    """Decorate a function that returns a pool, so that the pool remembers how it was made.
+
+    The pool's `origin` then has the decorated function and the arguments of the call, by name.
+    Results that are not a `Pool` are returned unchanged.
+    """
     signature = inspect.signature(factory)
 
     @wraps(factory)

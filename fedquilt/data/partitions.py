@@ -47,6 +47,8 @@ class Partition:
     ) -> tuple[Parts, Parts | None]:
         """Return the positions of each client's training samples and test samples.
 
+        Training parts are then reduced at random to `fraction` and `max_size`, test parts are not.
+
         Args:
             pool: Samples to divide.
             num_clients: Number of clients. None: as many as the data has of its own.
@@ -66,11 +68,14 @@ class Partition:
         ), test_parts
 
     def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
-        """Return the parts before they are reduced. A subclass overrides this or `split`."""
+        """Return training and test parts, before `fraction` and `max_size` reduce the former.
+
+        A subclass overrides this or `split`. Arguments and result are those of `split`.
+        """
         raise NotImplementedError
 
     def _number(self, pool: Pool, num_clients: int | None) -> int:
-        """Return the number of clients, for partitions that cannot choose it themselves."""
+        """Return `num_clients`. None, or more clients than training samples, is a DataError."""
         if num_clients is None:
             raise DataError(
                 f"{type(self).__name__} partitions {pool.name} among a number of clients; none "
@@ -84,7 +89,11 @@ class Partition:
         return num_clients
 
     def _labels(self, pool: Pool) -> tuple[Tensor, Tensor]:
-        """Return the class of each training and test sample, for partitions by class."""
+        """Return the class of each training sample and of each test sample, both (sample,).
+
+        Raises:
+            DataError: Targets are not one class per sample.
+        """
         if not pool.has_classes or pool.targets.dim() > 1:
             kind = str(pool.targets.dtype).removeprefix("torch.")
             raise DataError(
@@ -169,7 +178,11 @@ class Dirichlet(Partition):
         )
 
     def _equal(self, labels: Tensor, clients: int, seed: int) -> Parts:
-        """Return parts of equal size, with random proportions of classes for each client."""
+        """Return training parts of equal size, with random proportions of classes for each client.
+
+        `labels` has the class of each sample. In a random order, clients take samples that no other
+        client has. The remainder of samples / clients is assigned to nobody.
+        """
         classes = [samples for _, samples in _mixed(labels, seed)]
         available = torch.tensor([len(samples) for samples in classes])
         remaining = available
@@ -226,10 +239,10 @@ class Labels(Partition):
         return _shared(codes, takers, clients, seed), _shared(test_codes, takers, clients, seed)
 
     def _takers(self, clients: int, classes: int, seed: int) -> list[Tensor]:
-        """Return the clients that hold each class.
+        """Return a list with one tensor for each class: the clients that hold it.
 
         Clients draw different classes from shuffled decks of all classes, so that all classes are
-        drawn equally often.
+        drawn equally often. A client holds `self.labels` classes.
         """
         classes_of_clients: list[list[int]] = []
         deck: list[int] = []
@@ -409,19 +422,25 @@ PARTITIONS: dict[str, type[Partition]] = {
 
 
 def _evenly(count: int, shares: int) -> Tensor:
-    """Return sizes that differ by at most one and sum to `count`, the larger ones first."""
+    """Return `shares` sizes with sum `count` that differ by at most one, the larger ones first."""
     return torch.full((shares,), count // shares) + (torch.arange(shares) < count % shares)
 
 
 def _grouped(codes: Tensor, groups: int = 0) -> list[Tensor]:
-    """Return the positions of each code in ascending order. Negative codes have no group."""
+    """Return for each code 0, 1, … the positions in `codes` that have it, in ascending order.
+
+    Negative codes are left out. At least `groups` tensors are returned, which may be empty.
+    """
     ranked = torch.argsort(codes, stable=True)[int((codes < 0).sum()) :]
     counts = torch.bincount(codes[codes >= 0], minlength=groups)
     return list(torch.tensor_split(ranked, counts.cumsum(0)[:-1])) if len(counts) else []
 
 
 def _mixed(codes: Tensor, seed: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the code and the shuffled samples of each group that has samples."""
+    """Yield each code that occurs, with the shuffled positions of its samples, in order of codes.
+
+    `codes` (sample,) has the class or domain of each sample. Negative codes are left out.
+    """
     for code, samples in enumerate(_grouped(codes)):
         if len(samples):
             yield (
@@ -431,11 +450,11 @@ def _mixed(codes: Tensor, seed: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def _shared(codes: Tensor, takers: Sequence[Tensor], clients: int, seed: int) -> Parts:
-    """Divide the samples of each group into equal shards.
+    """Divide the shuffled samples of each group equally among the clients that take the group.
 
     Args:
         codes: (sample,) Group of each sample. Negative: none.
-        takers: Clients that get a shard of each group.
+        takers: Clients that get a shard of each group, by group. A group without any is unused.
         clients: Number of clients.
         seed: Random seed of the order of samples.
     """
@@ -448,9 +467,10 @@ def _shared(codes: Tensor, takers: Sequence[Tensor], clients: int, seed: int) ->
 
 
 def _owners(cumulated: Tensor, count: int) -> Tensor:
-    """Return the client of each of `count` consecutive samples, by cumulative shares.
+    """Return the client of each of `count` consecutive samples, (sample,), by cumulative shares.
 
     Sample j belongs to the client whose interval of the shares contains (j + ½) / count.
+    `cumulated` (client,) ascends. Its last value, the sum of the shares, need not be 1.
     """
     quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count * cumulated[-1]
     return torch.searchsorted(cumulated, quantiles, right=True).clamp(max=len(cumulated) - 1)
@@ -458,6 +478,8 @@ def _owners(cumulated: Tensor, count: int) -> Tensor:
 
 def _filled(shares: Tensor, size: int, available: Tensor) -> Tensor:
     """Return the number of samples of each class that a client takes, (class,) with sum `size`.
+
+    A class that runs out is replaced by the other classes, in proportion to their shares.
 
     Args:
         shares: (class,) Proportions of the classes.
@@ -475,7 +497,10 @@ def _filled(shares: Tensor, size: int, available: Tensor) -> Tensor:
 
 
 def _alike(parts: Parts, labels: Tensor, test_labels: Tensor, seed: int) -> Parts:
-    """Divide the test samples of each class in the proportions of the training samples.
+    """Divide the test samples so that each client has the classes of its training samples.
+
+    The test samples of a class are shuffled, and divided in proportion to the clients' numbers of
+    training samples of that class. Classes without training samples are unused.
 
     Args:
         parts: Parts of the training set.
@@ -494,16 +519,17 @@ def _alike(parts: Parts, labels: Tensor, test_labels: Tensor, seed: int) -> Part
 
 
 def _renumbered(codes: Tensor, chosen: Tensor) -> Tensor:
-    """Return the index of each code in `chosen`, and −1 for codes that are not in it."""
+    """Return the index of each code in `chosen`, −1 for codes that are negative or not in it."""
     indices = torch.full((int(max(codes.max(), chosen.max())) + 1,), -1)
     indices[chosen] = torch.arange(len(chosen))
     return torch.where(codes >= 0, indices[codes.clamp(min=0)], -1)
 
 
 def _own_tests(codes: Tensor | None, users: Tensor) -> Parts | None:
-    """Return the test samples of each user. None: no user has any.
+    """Return the test samples of each user, in the order of `users`. None: no user has any.
 
-    The latter happens if the users of the test set are not those of the training set.
+    `codes` (sample,) has the user of each test sample. None: unknown. The result is None too if
+    the users of the test set are not those of the training set.
     """
     if codes is None or not bool((owner := _renumbered(codes, users)).ge(0).any()):
         return None

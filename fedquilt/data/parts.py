@@ -31,6 +31,8 @@ class Parts(Sequence[Tensor]):
     def of(parts: Sequence[Sequence[int] | Array], count: int | None = None) -> Parts:
         """Return parts from a list of positions or a boolean mask for each client.
 
+        A `Parts` object is returned as it is. Positions are not compared with `count`.
+
         Args:
             parts: Positions of each client's samples, or masks that are True at its samples.
             count: Number of samples in the pool, which masks must have. None: not checked.
@@ -58,12 +60,12 @@ class Parts(Sequence[Tensor]):
 
     @staticmethod
     def owned(owner: Tensor, num_clients: int, order: Tensor | None = None) -> Parts:
-        """Return parts from the client of each sample.
+        """Return parts from the client of each sample. A client's samples keep their order.
 
         Args:
-            owner: (sample,) Client of each sample. −1: none.
+            owner: (sample,) Client of each sample. −1: none, so that the sample is left out.
             num_clients: Number of clients.
-            order: (sample,) Positions that `owner` refers to. None: 0, 1, 2, …
+            order: (sample,) Position in the pool of each entry of `owner`. None: 0, 1, 2, …
         """
         ranked = torch.argsort(owner, stable=True)[int((owner < 0).sum()) :]
         sizes = torch.bincount(owner[owner >= 0], minlength=num_clients)
@@ -76,14 +78,14 @@ class Parts(Sequence[Tensor]):
 
     @property
     def owners(self) -> Tensor:
-        """Return the client of every entry of `order`."""
+        """Return the client of every entry of `order`, (sample,), in ascending order."""
         return torch.repeat_interleave(torch.arange(len(self)), self.sizes)
 
     def thinned(self, fraction: float, key: int, max_size: int | None = None) -> Parts:
-        """Return a random subset of each client's samples, at least one of them.
+        """Return a random subset of each client's samples, at least one of them, in their order.
 
         Args:
-            fraction: Fraction of its samples that each client keeps. 1 has no effect.
+            fraction: Fraction of its samples that each client keeps, rounded. 1 has no effect.
             key: Key of the random numbers.
             max_size: Largest number of samples that a client keeps. None: no limit.
         """
@@ -94,14 +96,14 @@ class Parts(Sequence[Tensor]):
         return self.divided(counts, key)[0]
 
     def divided(self, counts: Tensor, key: int) -> tuple[Parts, Parts]:
-        """Divide every client's samples at random in two. Both halves keep their order.
+        """Divide every client's samples at random in two sets. Samples keep their order in both.
 
         Args:
             counts: (client,) Number of samples that are drawn from each client, at most its size.
             key: Key of the random numbers. The draw for a client does not depend on later clients.
 
         Returns:
-            The samples that were drawn, and all others.
+            Parts with the samples that were drawn, and parts with all others, for the same clients.
         """
         sizes = self.sizes
         mixed = torch.argsort(noise.bits(torch.tensor(key), len(self.order)), stable=True)
@@ -114,7 +116,7 @@ class Parts(Sequence[Tensor]):
         return drawn_parts, remaining_parts
 
     def first(self, count: int) -> Parts:
-        """Return the parts of the first `count` clients."""
+        """Return the parts of clients 0 to `count` − 1. There may be fewer clients than that."""
         return (
             self
             if count >= len(self)
@@ -122,7 +124,7 @@ class Parts(Sequence[Tensor]):
         )
 
     def head(self, count: int) -> Parts:
-        """Return the first `count` samples of every client."""
+        """Return parts with the first `count` samples of every client, or all if it has fewer."""
         sizes = self.sizes
         rank = torch.arange(len(self.order)) - self.offsets[:-1].repeat_interleave(sizes)
         return Parts.split(self.order[rank < count], sizes.clamp(max=count))
@@ -151,14 +153,14 @@ _WANTED = "a list of positions a client is wanted, such as [[0, 1, 2], [3, 4]], 
 
 
 def _positions(part: Sequence[int] | Array, client: int, count: int | None) -> np.ndarray:
-    """Return the positions of one client's samples after checking them.
+    """Return the positions of one client's samples as int64, after checking their type.
 
-    Values are never rounded or converted to positions.
+    A mask becomes the positions at which it is True. Real numbers are refused, never rounded.
 
     Args:
         part: Positions, or a boolean mask.
         client: Number of the client, for messages.
-        count: Number of samples in the pool. None: unknown.
+        count: Number of samples in the pool, which a mask must have. None: unknown.
     """
     array = np.asarray(part.cpu() if isinstance(part, Tensor) else part)
     # A single number per client usually means a list with the owner of each sample. It is refused

@@ -26,7 +26,7 @@ _STACKED = 20  # Groups that can be distinguished by colour. More are shown as a
 
 
 def counts(data: FederatedData, by: By = "class", clients: int | None = None) -> Tensor:
-    """Count the samples of each class or domain that clients hold.
+    """Count the training samples of each class or domain that each client holds.
 
     Args:
         data: Partitioned data.
@@ -35,6 +35,7 @@ def counts(data: FederatedData, by: By = "class", clients: int | None = None) ->
 
     Returns:
         (client, group) Number of samples. If targets are sequences, all their entries count.
+        Negative targets, which are padding, do not count.
     """
     parts = data.parts
     first = len(parts) if clients is None else min(clients, len(parts))
@@ -47,11 +48,11 @@ def counts(data: FederatedData, by: By = "class", clients: int | None = None) ->
 
 
 def blocks(data: FederatedData, by: By = "class", clients: int = 20) -> str:
-    """Return a plot as text, with one line for each of the first clients.
+    """Return a plot of the partition as text: a heading, then a line for each of the first clients.
 
-    A line has the client's number of samples, and a block for each group. The height of a block is
-    the group's share of the client's samples. If there are further clients, a last line has the
-    range of all sizes.
+    A line has the client's number of samples, a block for each class or domain, and a bar for the
+    number of samples. The height of a block is the group's share of the client's samples. If there
+    are further clients, a last line has the range of all sizes.
 
     Args:
         data: Partitioned data.
@@ -82,7 +83,9 @@ def blocks(data: FederatedData, by: By = "class", clients: int = 20) -> str:
 
 
 def figure(data: FederatedData, path: str | Path, by: By = "class", clients: int = 100) -> Path:
-    """Write a figure of the first clients: stacked bars, or a heat map if there are many groups.
+    """Write a figure of the first clients' classes or domains, and return its path.
+
+    It has stacked bars, or a heat map if there are many groups. Missing folders are made.
 
     Args:
         data: Partitioned data.
@@ -158,7 +161,11 @@ def _stack(axes: Axes, counts: Tensor, names: list[str]) -> None:
 
 
 def _codes(data: FederatedData, by: By) -> tuple[Tensor, int]:
-    """Return the class or domain of each sample, and the number of classes or domains."""
+    """Return the class or domain of each training sample, and the number of classes or domains.
+
+    Raises:
+        DataError: Targets are not classes, or samples have no domains.
+    """
     if by == "class":
         if not data.has_classes:
             raise DataError(
@@ -181,14 +188,31 @@ def _names(data: FederatedData, by: By) -> list[str]:
 
 
 def _joined(counts: Tensor, max_columns: int) -> Tensor:
-    """Sum neighbouring groups until there are at most `max_columns` columns."""
+    """Sum neighbouring columns in sets of equal size, so that at most `max_columns` remain.
+
+    Args:
+        counts: (client, group) Number of samples of each class or domain.
+        max_columns: Largest number of columns. At or above the number of groups it has no effect.
+
+    Returns:
+        (client, column) The sums. The last one may be of fewer groups.
+    """
     width = -(-counts.shape[1] // max_columns)
     pad = -counts.shape[1] % width
     return torch.nn.functional.pad(counts, (0, pad)).reshape(len(counts), -1, width).sum(2)
 
 
 def _legend(data: FederatedData, by: By, shown: Tensor) -> str:
-    """Return the number of groups and their names, or how many groups a column has."""
+    """Return a text such as "10 classes (0, 1, …)" that explains the columns of the text plot.
+
+    If columns were joined, it says how many groups a column has. Long lists of names are
+    shortened to the first and the last one.
+
+    Args:
+        data: Partitioned data.
+        by: "class" or "domain".
+        shown: (client, column) Counts that are plotted.
+    """
     groups = _codes(data, by)[1]
     nouns = {"class": "classes", "domain": "domains"}
     if groups > shown.shape[1]:

@@ -46,12 +46,19 @@ class _Set:
     domains: Tensor | None  # (sample,) None: unknown.
 
     def check(self, name: str, set_name: str) -> None:
-        """Refuse arrays that do not fit each other."""
+        """Refuse inputs, targets, clients and domains that do not fit each other, by a DataError.
+
+        Both arguments are for messages: `name` of the data, and "training" or "test".
+        """
         groups = {"clients": self.clients, "domains": self.domains}
         check_samples(name, set_name, self.inputs, self.targets, groups)
 
     def with_test_set(self, name: str) -> tuple[_Set, _Set]:
-        """Return four fifths of the samples, and one fifth that is held out for testing."""
+        """Return four fifths of the samples for training, and one fifth for testing.
+
+        Each client is split by itself, or each domain if clients are unknown. `name` is for
+        messages.
+        """
         groups = self.domains if self.clients is None else self.clients
         training_rows, test_rows = held_out(len(self.inputs), groups, name)
         return self._at(training_rows), self._at(test_rows)
@@ -63,7 +70,7 @@ class _Set:
 
 
 def _check_alike(train: _Set, test: _Set, name: str) -> None:
-    """Refuse sets whose samples have different shapes or types."""
+    """Refuse training and test samples of different shape or dtype. Their numbers may differ."""
     shapes = [(tuple(s.inputs.shape[1:]), tuple(s.targets.shape[1:])) for s in (train, test)]
     if shapes[0] != shapes[1]:
         raise DataError(
@@ -266,7 +273,9 @@ class Pool:
     def partition(
         self, num_clients: int | None = None, partition: Partition | None = None, seed: int = 0
     ) -> FederatedData:
-        """Partition the samples among clients.
+        """Return the pool with the positions of each client's samples.
+
+        Samples are not copied. Test samples are assigned too if the kind of partition does so.
 
         Args:
             num_clients: Number of clients. None: as many as the data has of its own.
@@ -294,9 +303,15 @@ class Pool:
     ) -> FederatedData:
         """Return the pool together with the positions of each client's samples, which are checked.
 
+        Every client needs a training sample. Samples in several parts are allowed, with a warning.
+
         Args:
             parts: Positions of each client's training samples, or a boolean mask for each client.
             test_parts: The same for test samples. None: clients have no test samples of their own.
+
+        Raises:
+            DataError: A client has no training sample, a position is outside of the pool, or the
+                numbers of clients differ.
         """
         # The subclass is imported here, because its module needs this one.
         from fedquilt.data.federated import FederatedData
@@ -321,9 +336,10 @@ class Pool:
         return FederatedData(**values, parts=train_parts, test_parts=tests)
 
     def with_public(self, share: float) -> Self:
-        """Make a share of the training samples public, without their targets.
+        """Return a pool in which a random share of the training samples is public, without targets.
 
-        Clients no longer train on these samples.
+        Clients no longer train on these samples. Public samples that the pool had are replaced. The
+        draw depends on the number of samples alone.
 
         Args:
             share: Share of the training samples, in [0, 1). 0 has no effect.
@@ -347,10 +363,10 @@ class Pool:
         )
 
     def with_domains(self, names: Sequence[str]) -> Self:
-        """Keep the training and test samples of some domains, numbered in the order of `names`.
+        """Return a pool with the training and test samples of the domains `names` alone.
 
-        Samples keep their order and clients their numbers. All public samples stay, because they
-        have no domain.
+        Domains are numbered anew in the order of `names`. Samples keep their order and clients
+        their numbers. All public samples stay, because they have no domain.
 
         Raises:
             DataError: A name is unknown or repeated, or samples have no domains.
@@ -396,7 +412,7 @@ class Pool:
         return f"Pool({self._description()})"
 
     def _description(self) -> str:
-        """Return one line about the samples. A repr with all values would be of no use."""
+        """Return one line for the repr: name, sizes, shape of a sample, targets and domains."""
         sizes = f"{len(self.targets):,} training and {len(self.test_targets):,} test samples"
         parts = [f"{sizes} of {tuple(self.inputs.shape[1:])}", self._target_description()]
         all_domains = [codes for codes in (self.domains, self.test_domains) if codes is not None]
@@ -407,7 +423,7 @@ class Pool:
         return f"{self.name}: {', '.join(parts)}"
 
     def _target_description(self) -> str:
-        """Return a few words about the targets."""
+        """Return a few words about the targets, such as "10 classes" or "masks with 3 classes"."""
         if self.has_masks:
             return f"masks with {self.num_classes} classes"
         if self.has_classes:
@@ -421,29 +437,33 @@ class Pool:
 
     @property
     def example(self) -> Tensor:
-        """Return two samples as a model gets them, with which it can be traced."""
+        """Return the first two training samples, normalised as a model gets them, to trace a model.
+
+        There is only one if the pool has only one.
+        """
         return self.samples(torch.arange(min(2, len(self.inputs))))
 
     def samples(self, rows: Tensor) -> Tensor:
-        """Return the training samples at the positions `rows` (sample,) as a model gets them."""
+        """Return the training inputs at the positions `rows` (sample,), normalised for a model."""
         return self._seen(self.inputs[rows])
 
     def test_samples(self, rows: Tensor) -> Tensor:
-        """Return the test samples at the positions `rows` (sample,) as a model gets them."""
+        """Return the test inputs at the positions `rows` (sample,), normalised for a model."""
         return self._seen(self.test_inputs[rows])
 
     @property
     def public_samples(self) -> Tensor | None:
-        """Return the public samples as a model gets them. None: there are none."""
+        """Return the public inputs, normalised for a model. None: there are none."""
         return None if self.public is None else self._seen(self.public)
 
     def _seen(self, stored: Tensor) -> Tensor:
         return stored if self.scale is None else self.scale(stored)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
-        """Move samples to a device.
+        """Return the pool with inputs, targets, public inputs and normalisation on a device.
 
-        Real numbers are converted to `dtype`. Bytes, tokens and classes keep their type.
+        Real numbers are converted to `dtype`. Bytes, tokens and classes keep their type. The
+        numbers of clients and domains stay on their device.
         """
 
         def moved(values: Tensor) -> Tensor:
@@ -472,7 +492,13 @@ def _check_parts(parts: Parts, count: int, set_name: str) -> None:
 
 
 def _warn_of_repeats(parts: Parts, count: int, name: str) -> None:
-    """Warn if training samples are listed more than once, for one client or for several."""
+    """Log a warning if training samples are listed more than once, for one client or for several.
+
+    Args:
+        parts: Parts of the training set.
+        count: Number of training samples in the pool.
+        name: Name of the data for the message.
+    """
     times = torch.bincount(parts.order, minlength=count)
     repeated = (times > 1).nonzero().flatten()
     if not len(repeated):

@@ -38,7 +38,7 @@ class Scale:
         """Return the normalisation of inputs. None: a model gets the stored values.
 
         Mean and standard deviation are those that are given, or else those of the inputs. Given
-        numbers refer to values from 0 to 1 where inputs are bytes.
+        numbers refer to values from 0 to 1 where inputs are bytes. Nothing is normalised here.
 
         Args:
             inputs: (sample, channel, …) Stored samples.
@@ -74,7 +74,7 @@ class Scale:
         return Scale(centre.float().reshape(shape), spread.float().reshape(shape))
 
     def __call__(self, stored: Tensor) -> Tensor:
-        """Return stored samples (sample, channel, …) as a model gets them."""
+        """Return stored samples (sample, channel, …) as real numbers: (stored − mean) / std."""
         return (stored.to(self.mean.dtype) - self.mean) / self.std
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Scale:
@@ -83,7 +83,7 @@ class Scale:
 
 
 def _moments(inputs: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of every channel.
+    """Return the mean and the standard deviation of every channel, each (channel,) in float64.
 
     The standard deviation of a constant channel is 1, so that dividing by it has no effect.
 

@@ -26,7 +26,18 @@ BATCHES = (2, 1, 7, 32)
 
 
 def comparison_batches(run: Trained, sizes: Sequence[int]) -> tuple[list[Tensor], str]:
-    """Return batches of these sizes that both runtimes are compared on, and what they are."""
+    """Return input batches on which the exported model is compared with torch, on the CPU.
+
+    They are test samples of the run, repeated if there are too few. Without samples they are
+    random.
+
+    Args:
+        run: A run, or what is left of it for deployment.
+        sizes: Number of samples in each batch.
+
+    Returns:
+        The batches, and words on what they are, such as "test samples".
+    """
     data, count = run.data, sum(sizes)
     if not run.absent and len(data.test_targets):
         rows = torch.arange(count) % len(data.test_targets)
@@ -52,7 +63,7 @@ def _noise(family: Family, count: int) -> Tensor:
 def largest_difference(
     module: nn.Module, exported: Forward, batches: Sequence[Tensor], kind: str
 ) -> float:
-    """Return the largest difference between two outputs for the same batch.
+    """Return the largest absolute difference between two models' outputs over all batches.
 
     Args:
         module: Module in evaluation mode, on the CPU.

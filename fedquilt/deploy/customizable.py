@@ -58,7 +58,14 @@ class SizePlan:
 
     @staticmethod
     def of(nets_by_share: Mapping[float, Submodels]) -> SizePlan:
-        """Plan the nets of each share. A net inside another net shares its weights."""
+        """Plan which stocks of weights are held, and which nets use them at each share.
+
+        A net whose channels are all in a wider net uses that net's stock. A net that is used at
+        several shares is planned once.
+
+        Args:
+            nets_by_share: Nets whose logits are averaged, by share.
+        """
         nets = dict.fromkeys(net for share_nets in nets_by_share.values() for net in share_nets)
         groups: list[list[Submodel]] = []
         for net in sorted(nets, key=_size, reverse=True):
@@ -86,7 +93,11 @@ class SizePlan:
         )
 
     def with_nets(self, nets: Sequence[Submodel]) -> SizePlan:
-        """Return the plan with other sub-models: those of the stocks, then those of the nets."""
+        """Return the plan with other sub-models in the same positions.
+
+        Args:
+            nets: Sub-models of all stocks, followed by those of all nets, in the plan's order.
+        """
         stocks, new_nets = nets[: len(self.stocks)], nets[len(self.stocks) :]
         assignments = tuple(
             Assignment(net, old.stock) for net, old in zip(new_nets, self.nets, strict=True)
@@ -94,7 +105,7 @@ class SizePlan:
         return SizePlan(tuple(stocks), assignments, self.nets_by_share)
 
     def nets_at(self, share: float) -> Submodels:
-        """Return the nets whose logits are averaged at a share."""
+        """Return the nets whose logits are averaged at a share, which must be in the plan."""
         return tuple(self.nets[position].net for position in self.nets_by_share[share])
 
     def to_note(self) -> Note:
@@ -118,7 +129,7 @@ class SizePlan:
             statistics: Norm statistics of every net. Empty: the net has none of its own.
 
         Raises:
-            FormatError: They do not fit.
+            FormatError: They do not fit, or a net has channels that its stock does not have.
         """
         for position, (stock, tensors) in enumerate(zip(self.stocks, weights, strict=True)):
             check_submodel(family, stock, f"stock {position}")
@@ -133,7 +144,7 @@ class SizePlan:
 
     @staticmethod
     def from_note(note: Mapping[str, Any]) -> SizePlan:
-        """Return the plan that `to_note` described."""
+        """Return the plan that `to_note` described. The note's types were checked before."""
         return SizePlan(
             tuple(Submodel.from_dict(stock) for stock in note["stocks"]),
             tuple(Assignment(Submodel.from_dict(net), net["stock"]) for net in note["nets"]),
@@ -146,7 +157,10 @@ def _size(net: Submodel) -> int:
 
 
 def _inside(inner: Submodel, outer: Submodel) -> bool:
-    """Return True if all channels of a net are channels of another net."""
+    """Return True if all channels of `inner` are channels of `outer` too.
+
+    Nets of different scope, variant or axes give False.
+    """
     if (inner.scope, inner.arch.variant) != (outer.scope, outer.arch.variant):
         return False
     if inner.index.keys() != outer.index.keys():
@@ -249,11 +263,13 @@ class CustomizableModel(nn.Module):
 
     @property
     def resident_bytes(self) -> int:
-        """Return the bytes of all tensors. Shared memory is counted once."""
+        """Return the bytes of all tensors, for all shares together. Count shared memory once."""
         return resident_bytes([self, *self._members.values()])
 
     def set(self, share: float | None = None, robustness: float | None = None) -> Self:
-        """Set the share, the robustness of dual norms, or both.
+        """Set the share, the robustness of dual norms, or both, in-place. Return the model.
+
+        The robustness is set for all shares.
 
         Args:
             share: One of `shares`. None: it stays.
@@ -281,10 +297,10 @@ class CustomizableModel(nn.Module):
         return outputs
 
     def _link(self) -> None:
-        """Build modules around the tensors of the stocks.
+        """Build the modules of all shares around the tensors of the stocks.
 
-        Their weights are views where positions form a slice. Other weights are gathered once and
-        kept.
+        Earlier modules are replaced. Weights are views where positions form a slice. Other weights
+        are gathered once and kept.
         """
         nets = []
         for assignment, net_statistics in zip(self.plan.nets, self.statistics, strict=True):
@@ -328,7 +344,7 @@ class CustomizableModel(nn.Module):
             raise RecordError(f"the model could not be written to {file}: {why(error)}.") from error
 
     def blob(self) -> Blob:
-        """Return the content of the file that `save` writes."""
+        """Return the content of the file that `save` writes: all tensors and the note, sealed."""
         tensors = {
             f"stocks.{position}.{name}": value
             for position, stock in enumerate(self.stocks)
@@ -348,7 +364,7 @@ class CustomizableModel(nn.Module):
 
     @staticmethod
     def restored(family: Family, tensors: Weights, note: Note) -> CustomizableModel:
-        """Return the model that `save` wrote.
+        """Return the model that `save` wrote, with the share and robustness that were set then.
 
         Args:
             family: Family that the nets were cut from.
@@ -446,7 +462,7 @@ def customizable(
 
 
 def resident_bytes(modules: Iterable[nn.Module]) -> int:
-    """Return the bytes of all tensors of some modules. Shared memory is counted once."""
+    """Return the bytes of all parameters and buffers of modules. Shared memory is counted once."""
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     storages = {
         storage.data_ptr(): storage.nbytes()
@@ -461,6 +477,6 @@ def _values(stock: nn.Module, family: Family) -> dict[str, Tensor]:
 
 
 def _relink(model: nn.Module, _: object) -> None:
-    """Rebuild the nets after `load_state_dict`, because gathered weights are copies."""
+    """Rebuild the nets of a model after `load_state_dict`, because gathered weights are copies."""
     assert isinstance(model, CustomizableModel)
     model._link()

@@ -47,16 +47,18 @@ class Deployed:
 
     @property
     def cost(self) -> Cost:
-        """Return the cost of all nets together."""
+        """Return the cost of all nets together: parameters, multiply-adds and memory."""
         return total_cost(self.family, self.nets)
 
     @property
     def share(self) -> float:
-        """Return the largest share of an axis that is kept, added up over the nets."""
+        """Return the share of channels that the widest axis keeps, added up over the nets."""
         return total_share(self.family, self.nets)
 
     def module(self, robustness: float | None = None) -> nn.Module:
         """Return a plain nn.Module that owns its weights, in evaluation mode.
+
+        Several nets become one module that averages their logits.
 
         Args:
             robustness: Robustness of dual norms, from 0 (clean) to 1. None changes nothing.
@@ -83,12 +85,19 @@ class WeightSource:
 
     @cached_property
     def server(self) -> Server:
-        """Return the state, with channels ranked for deployment if there is data."""
+        """Return the server's state, with channels ranked for deployment if there is data."""
         run = self.run
         return run.server if run.absent else ranked(run.federation, run.server, run.engine)
 
     def nets(self, budget: Budget) -> Submodels:
-        """Return the nets for a device of this budget, after checking their cost."""
+        """Return the nets for a device of this budget, after checking their cost.
+
+        A client's nets are also within the budget that the client trained with. A warning is logged
+        if that makes them narrower.
+
+        Raises:
+            BudgetError: The nets exceed the budget.
+        """
         run, world = self.run, self.run.world
         if self.client is None:
             nets = deployed_nets(run.method, self.server, budget, world)
@@ -116,7 +125,13 @@ class WeightSource:
         return nets
 
     def weights(self, net: Submodel) -> dict[str, Tensor]:
-        """Return the weights of a net, as views if possible, with norm statistics if stored."""
+        """Return the weights of a sub-model by name, without its scope.
+
+        The server's weights are views where possible, so copy them before writing. Weights that its
+        state does not have, such as norm statistics that were not stored, are left out. A client's
+        weights are those it would start training from: received without loss, kept by the client,
+        or initial.
+        """
         run, world = self.run, self.run.world
         if self.client is None:
             member_names = world.family.member(net).names
@@ -127,7 +142,11 @@ class WeightSource:
 
     @property
     def _own_budget(self) -> Budget:
-        """Return the client's last budget. It has trained no weights of wider nets."""
+        """Return the client's budget in the round in which it trained last.
+
+        Without a memory of that round, it is the budget in the last finished round. The client has
+        trained no weights of wider nets.
+        """
         assert self.client is not None
         return self.run.fleet.budget(
             self.client, self.run.server.last(self.client), self.run.world.seed
@@ -140,7 +159,10 @@ class WeightSource:
     def settled(
         self, nets: Sequence[Submodel], norms: NormPolicy, samples: Array | None
     ) -> list[dict[str, Tensor]]:
-        """Return the weights of several nets with the norm statistics of a policy.
+        """Return the weights of several nets, with the norm statistics that a policy asks for.
+
+        A policy either uses statistics of training, or measures new ones, or has none. In the last
+        case they are left out, and norms use the batch.
 
         Args:
             nets: Sub-models, each of which gets statistics of its own.
@@ -215,7 +237,7 @@ def deployed(
     norms: NormPolicy | str | None = None,
     samples: Array | None = None,
 ) -> Deployed:
-    """Return the nets for a device of a budget.
+    """Return the nets for a device of a budget, with their weights and norm statistics.
 
     Args:
         run: A run, or what is left of it for deployment.
@@ -251,7 +273,7 @@ def assembled(
 
 
 def has_statistics(member: Member, state: Weights) -> bool:
-    """Return True if the statistics of all norms of a member are among the weights."""
+    """Return True if `state` has the statistics of all norms of a member. No norms give True."""
     return set(member.statistics) <= set(state)
 
 
@@ -260,7 +282,7 @@ def check_nets(run: Trained, nets: Iterable[Submodel], norms: NormPolicy) -> Non
 
     Args:
         run: A run.
-        nets: Sub-models that are checked by `Family.check_net`.
+        nets: Sub-models, each of which is checked by `Member.check_net`.
         norms: Norm policy of the deployed nets.
     """
     for net in nets:
@@ -268,7 +290,7 @@ def check_nets(run: Trained, nets: Iterable[Submodel], norms: NormPolicy) -> Non
 
 
 def check_client(run: Trained, client: int) -> None:
-    """Refuse a client that the fleet does not have. Negative numbers are refused too."""
+    """Raise a ConfigError unless `client` is a whole number from 0 to the number of clients − 1."""
     if not whole(client) or client >= run.fleet.num_clients:
         raise ConfigError(
             f"client {client} was asked for; the fleet has {run.fleet.num_clients}, from 0 on."
@@ -313,12 +335,15 @@ def norms_of(run: Trained, requested: NormPolicy | str | None, client: int | Non
 
 
 def total_cost(family: Family, nets: Submodels) -> Cost:
-    """Return the cost of several nets on a device that holds all of them."""
+    """Return the sum of the costs of several nets, for a device that holds all of them."""
     return reduce(add, (family.cost(net) for net in nets))
 
 
 def total_share(family: Family, nets: Submodels) -> float:
-    """Return the share of channels that the widest dimension keeps, added up over the nets."""
+    """Return the share of channels that the widest axis keeps, added up over the nets.
+
+    It is above 1 if nets together are wider than the whole model.
+    """
     return sum(family.width(net) for net in nets)
 
 

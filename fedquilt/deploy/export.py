@@ -57,7 +57,7 @@ class Exported:
     round: int  # Round of the run whose weights are in the file
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values for JSON output."""
+        """Return all fields by name, for JSON output."""
         return asdict(self)
 
 
@@ -72,7 +72,9 @@ def export(  # noqa: PLR0913  # Options of `Run.export`
     robustness: float | None = None,
     force: bool = False,
 ) -> Exported:
-    """Write the model for a budget, after its file gave the same outputs as torch.
+    """Write the model for a budget to a file, if its content gives the same outputs as torch.
+
+    The content is read back and compared before the file is written.
 
     Args:
         run: A run, or what is left of it for deployment.
@@ -148,7 +150,8 @@ def export_sizes(  # noqa: PLR0913  # Options of `Run.export`
 ) -> list[Exported]:
     """Write the models for several shares into one file, after comparing outputs with torch.
 
-    `load_model` returns the same as `Run.customizable`, with the first share set.
+    Only the format "safetensors" fits. `load_model` returns the same as `Run.customizable`, with
+    the first share set.
 
     Args:
         run: A run, or what is left of it for deployment.
@@ -161,8 +164,11 @@ def export_sizes(  # noqa: PLR0913  # Options of `Run.export`
         robustness: Robustness of dual norms, from 0 (clean) to 1. None: 0 if there are such norms.
         force: Overwrite an existing file.
 
+    Returns:
+        An entry for each share, in their order. All name the same file and its size.
+
     Raises:
-        ConfigError: The format is unknown, or the file exists.
+        ConfigError: The format is unknown or another one, or the file exists.
         ExportError: The format cannot express the model, or outputs differ.
     """
     path = Path(file)
@@ -220,12 +226,16 @@ def export_sizes(  # noqa: PLR0913  # Options of `Run.export`
 
 
 def rounded(share: float) -> float:
-    """Round a share to the digits that files and tables have."""
+    """Round a share to four digits, as files and tables have it."""
     return round(share, 4)
 
 
 def _written(path: Path, data: bytes) -> int:
-    """Write the content of a file, and return its size in bytes."""
+    """Write `data` to a file whose folders are made if missing. Return its size in bytes.
+
+    Raises:
+        RecordError: It cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return write(path, [data]).size
@@ -234,7 +244,15 @@ def _written(path: Path, data: bytes) -> int:
 
 
 def chosen(path: Path, format: str) -> str:
-    """Return the format that was asked for, or that the file's name ends with."""
+    """Return the name of the format to write: `format`, or the ending of the file's name.
+
+    Args:
+        path: File to write.
+        format: One of `FORMATS`. Empty: the ending decides.
+
+    Raises:
+        ConfigError: The format is unknown, or the ending is that of no format.
+    """
     if format:
         known(FORMATS, format, "format")
         return format
@@ -248,7 +266,12 @@ def chosen(path: Path, format: str) -> str:
 
 
 def check_place(path: Path, force: bool) -> None:
-    """Refuse a file that exists or cannot be written, before any expensive step."""
+    """Raise a ConfigError if a file cannot be written, before any expensive step.
+
+    Args:
+        path: File to write.
+        force: True: an existing file may be overwritten. False: it is refused.
+    """
     if path.is_dir():
         raise ConfigError(f"a model in {path} was asked for; that is a folder. Name a file in it.")
     if path.exists() and not path.is_file():

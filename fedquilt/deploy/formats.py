@@ -50,11 +50,11 @@ class Format(ABC):
 
     @classmethod  # noqa: B027  # Most formats need no further package.
     def check(cls) -> None:
-        """Refuse a format whose packages are not installed, before any expensive step."""
+        """Raise a ConfigError if packages of the format are missing, before any expensive step."""
 
     @abstractmethod
     def write(self, model: Written) -> bytes:
-        """Return the content of the file."""
+        """Return the content of the file. Nothing is written to disk."""
 
     @abstractmethod
     def read(self, data: bytes, model: Written) -> Forward:
@@ -123,7 +123,10 @@ class Onnx(Format):
 
 
 def _name_batch(graph: Any) -> None:
-    """Rename the symbol of the free batch size to `batch`, because exporters number symbols."""
+    """Rename the free batch size to `batch` in an ONNX graph, in-place.
+
+    Exporters give it a numbered name.
+    """
     symbol = graph.input[0].type.tensor_type.shape.dim[0].dim_param
     for value in (*graph.input, *graph.output, *graph.value_info):
         for dim in value.type.tensor_type.shape.dim:
@@ -155,14 +158,22 @@ class Pt2(Format):
 
 
 def _recordable(module: nn.Module) -> nn.Module:
-    """Return a module, or an ensemble of modules, in a form that torch.export can record."""
+    """Return a module in a form that torch.export can record.
+
+    Modules with variants are converted, also inside of an ensemble. Other modules are returned
+    unchanged.
+    """
     if isinstance(module, Ensemble):
         return Ensemble(_recordable(net) for net in module.nets).eval()
     return module.exportable() if isinstance(module, Variants) else module
 
 
 def _program(model: Written) -> Any:
-    """Export a module for batches of any size."""
+    """Export a module with torch.export for batches of any size, without stack traces.
+
+    Raises:
+        ExportError: torch cannot export the module.
+    """
     module = _recordable(model.module)
     # The example has two samples, because torch treats a size of 1 as a constant.
     shapes: Any = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
@@ -202,13 +213,16 @@ class Safetensors(Format):
 
 
 def _note_json(note: Note) -> str:
-    """Return a note as JSON, without the layout, which only fedquilt reads."""
+    """Return a note as JSON, without the entry "layout", which only fedquilt reads."""
     return json.dumps({key: value for key, value in note.items() if key != "layout"})
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress warnings of torch's exporters about their internals and missing packages."""
+    """Suppress Python warnings, and what torch's ONNX exporter logs, in the block.
+
+    These messages are about internals and missing packages. Errors are still logged.
+    """
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -58,12 +58,19 @@ def load_model(
 
 
 def net_prefix(position: int, count: int) -> str:
-    """Return the prefix of a net's weight names. It is empty if there is only one net."""
+    """Return the prefix of a net's weight names in a file, such as "nets.0.".
+
+    Args:
+        position: Position of the net.
+        count: Number of nets in the file. With 1 the prefix is empty.
+    """
     return f"nets.{position}." if count > 1 else ""
 
 
 def restored(tensors: Weights, note: Note, family: Family) -> nn.Module:
-    """Return the module that a file describes.
+    """Return the module that a file describes, in evaluation mode.
+
+    It is a `CustomizableModel` if the file has several shares, else a plain module.
 
     Args:
         tensors: All tensors of the file, by name.

@@ -139,7 +139,10 @@ def _check_list(note: Note, key: str) -> None:
 
 
 def _check_plan(note: Note) -> None:
-    """Refuse a customizable model whose shares, nets and stocks do not fit each other."""
+    """Raise a FormatError if shares, nets and stocks in a note do not fit each other.
+
+    The note is that of a customizable model.
+    """
     _check_list(note, "stocks")
     count = len(note["nets"])
     if not all(
@@ -180,12 +183,18 @@ def family_of(
     factory: nn.Module | Callable[[], nn.Module] | VariantSource,
     file: str | Path,
 ) -> Family:
-    """Return the family that a file's nets were cut from.
+    """Return the family that a file's nets were cut from, made of the user's module.
+
+    The layout is read from the note, so that nothing is traced.
 
     Args:
         note: The file's note, checked.
         factory: Function that makes the whole module, or the module. Files hold no code.
         file: Path of the file, for messages.
+
+    Raises:
+        RecordError: The layout is damaged.
+        ConfigError: The module differs from the layout.
     """
     try:
         layout = Layout.from_json(note["layout"])
@@ -220,7 +229,11 @@ def family_of(
 
 
 def _differences(module: nn.Module, layout: Layout) -> list[str]:
-    """List the weights, ties and attributes in which a module differs from a layout."""
+    """Return a sentence for each weight, tie and number in which a module differs from a layout.
+
+    The list is empty if they agree. Parameters that the layout does not have are differences,
+    buffers are not.
+    """
     present = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     aliases = {
         *dict(module.named_parameters(remove_duplicate=False)),

@@ -56,6 +56,6 @@ class Trained:
     def data(self) -> FederatedData:
         """Return the samples of all clients, on the engine's device.
 
-        Its test set has the samples that models are evaluated on.
+        Its test set has the samples that models are evaluated on, which may be validation samples.
         """
         return self.engine.data

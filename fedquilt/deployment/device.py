@@ -60,11 +60,31 @@ class OnDevice(Sequential):
         self.extra_shapes = {name: torch.Size(shape) for name, shape in self.shapes.items()}
 
     def payload(self, server: Server, job: Job, learner: Learner) -> Payload:
-        """Return a payload without values, because those that arrived are in the device's link."""
+        """Return a payload without values, because those that arrived are in the device's link.
+
+        It has only the weights that the client gets once.
+
+        Args:
+            server: It is not used.
+            job: What the client is asked to train.
+            learner: It is not used.
+        """
         return Payload(job.submodel, {}, first=self.first[job.submodel.scope])
 
     def _begin_round(self, federation: Federation, server: Server, jobs: Sequence[Job]) -> None:
-        """Begin a round, or refuse its jobs. A device does not know the scopes of the server."""
+        """Begin a round, and check its jobs.
+
+        The scopes of the server are not checked, because a device does not know them.
+
+        Args:
+            federation: World, method and link.
+            server: It is not used.
+            jobs: Jobs of the client.
+
+        Raises:
+            SubmodelError: Positions of a job do not fit the model.
+            BudgetError: The jobs exceed the client's budget.
+        """
         self.begin(federation)
         for job in jobs:
             self.world.family.check(job.submodel, f"client {job.client.id}")
@@ -72,7 +92,11 @@ class OnDevice(Sequential):
 
 
 def _precision(request: Request) -> Precision:
-    """Return the precision of a request, or refuse one that is not known."""
+    """Return the precision that a request names.
+
+    Raises:
+        FormatError: The name is not known.
+    """
     known: tuple[Precision, ...] = get_args(Precision)
     for precision in known:
         if precision == request.precision:
@@ -89,19 +113,19 @@ class Collector:
         self.updates: list[Update] = []
 
     def add(self, update: Update) -> None:
-        """Keep an update."""
+        """Keep an update, to be sent to the server."""
         self.updates.append(update)
 
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
-        """Refuse stacks, which no device trains."""
+        """Raise AssertionError, because a device trains its jobs one after another."""
         raise AssertionError("a device trains its jobs one after another")
 
     def join(self, other: Collector) -> None:
-        """Keep the updates of another collector, too."""
+        """Append the updates of another collector."""
         self.updates += other.updates
 
     def finish(self, server: Server) -> Merged:
-        """Refuse to merge, which only the server does."""
+        """Raise AssertionError, because only the server merges."""
         raise AssertionError("a device does not merge")
 
 
@@ -134,7 +158,11 @@ class Device:
     def answer(self, message: Message) -> Message:
         """Train what a request asks for, and return the reply.
 
-        A request that was answered before gets the same reply. A failure is a reply with a reason.
+        A request that was answered before gets the same reply without training. A failure is not
+        raised, but is a reply with a reason.
+
+        Args:
+            message: Request of the server, as bytes.
         """
         digest = message.digest
         try:
@@ -155,7 +183,7 @@ class Device:
         return failed.message()
 
     def forget(self) -> None:
-        """Drop all state, as if the device were new."""
+        """Delete the state of all runs that this object has opened, as if the device were new."""
         for states in self._states.values():
             states.keep(set())
         self._states.clear()
@@ -172,7 +200,16 @@ class Device:
     def _trained(
         self, request: Request, message: Message, digest: str, states: DeviceStates
     ) -> Message:
-        """Train a request from the version that it names, and save what that leaves."""
+        """Train a request from the version that it names, save the result, and return the reply.
+
+        If the device no longer has that version, the reply says so and nothing is trained.
+
+        Args:
+            request: The request.
+            message: The same as bytes, with the tensors.
+            digest: Digest of the message.
+            states: Versions of the device's state in this run. Those of other rounds are deleted.
+        """
         base = states.load(request.base) if request.base >= 0 else None
         if request.base >= 0 and base is None:
             reason = f"the state of round {request.base + 1} is lost"
@@ -210,7 +247,21 @@ class Device:
     ) -> tuple[
         Federation, list[Job], OnDevice, tuple[dict[str, Submodel], dict[str, torch.Tensor]]
     ]:
-        """Rebuild the federation and read the packets of a request."""
+        """Rebuild the federation of a request, and read the packets of its jobs.
+
+        Args:
+            request: The request.
+            message: The same as bytes, with the tensors.
+            base: State that the round starts from. None: the device starts anew.
+
+        Returns:
+            The federation, with the device's end of the link. The jobs. The engine that trains
+            them. All initial weights that the device has received: positions by scope, and weights
+            by scope and name.
+
+        Raises:
+            FedquiltError: The request does not fit the device's model, samples or allowed code.
+        """
         if len(message.files) != len(request.submodels):
             raise FormatError(
                 f"the request has {len(request.submodels)} jobs and {len(message.files)} files"
@@ -259,7 +310,15 @@ class Device:
         return whole, jobs, engine, (positions, weights)
 
     def _family(self, request: Request, terms: Terms) -> Family:
-        """Return the family of a request's method, or refuse a model that differs from it."""
+        """Return the device's model as the request's method adapts it. It is cached by fingerprint.
+
+        Args:
+            request: It has the fingerprint of the server's model.
+            terms: Method of the request.
+
+        Raises:
+            ConfigError: The models differ.
+        """
         if request.fingerprint not in self._families:
             family = terms.method.adapt(self.family)
             if family.layout.fingerprint != request.fingerprint:
@@ -280,7 +339,19 @@ class Device:
         learner: Learner,
         state: ClientState | None,
     ) -> tuple[Received, Outline]:
-        """Read the packet of one job."""
+        """Read the tensors of one job, and return them with the outline of the download.
+
+        The file is compared with what follows from the job.
+
+        Args:
+            request: The request.
+            message: The same as bytes, with a file for each job.
+            number: Number of the job in the request, from 0.
+            federation: World, method and link.
+            job: The job.
+            learner: How the client trains it.
+            state: What the client kept of this net from earlier rounds. None: nothing.
+        """
         world = federation.world
         transmission = Transmission(world, job)
         extras = {name: torch.Size(shape) for name, shape in request.extra_shapes.items()}
@@ -314,7 +385,16 @@ class Device:
         updates: Sequence[Update],
         losses: Sequence[float],
     ) -> Reply:
-        """Return what the device says about its jobs."""
+        """Return the report on a request: results of its jobs, number of samples, and classes.
+
+        Args:
+            request: The request.
+            digest: Digest of the request, by which the server assigns the reply.
+            federation: World, method and link. The link has the packets of the uploads.
+            engine: Engine that trained the jobs.
+            updates: Update of each job.
+            losses: Mean training loss of each job.
+        """
         world = federation.world
         mask = engine.classes_held(request.client.id)
         results = []
@@ -350,7 +430,11 @@ class Device:
         )
 
     def _data(self, client: int) -> FederatedData:
-        """Return the device's samples as those of the client with this number."""
+        """Return the device's samples as those of the client with number `client`.
+
+        All other clients have no samples. There are no test samples by client, and no validation
+        samples.
+        """
         count = len(self.data.targets)
         sizes = torch.zeros(client + 1, dtype=torch.int64)
         sizes[client] = count

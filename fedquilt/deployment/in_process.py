@@ -19,7 +19,14 @@ class Faults(Protocol):
     """Decides what happens to a reply on its way."""
 
     def __call__(self, client: int, reply: Message) -> Sequence[Message | None]:
-        """Return the messages that arrive in place of a reply. None: one that got lost."""
+        """Return the messages that arrive at the server in place of a device's reply.
+
+        None stands for a message that got lost. Several messages may arrive.
+
+        Args:
+            client: Number of the client.
+            reply: Reply of its device.
+        """
 
 
 @dataclass
@@ -33,11 +40,13 @@ class InProcess:
     bytes_up: int = 0  # Bytes of all replies
 
     def online(self) -> Sequence[int]:
-        """Return the clients that can be reached."""
+        """Return the clients whose devices can be reached, in ascending order."""
         return [client for client in sorted(self.devices) if client not in self.offline]
 
     def exchange(self, requests: Mapping[int, Message], deadline: float) -> Iterator[Delivery]:
-        """Let every device answer, one after another.
+        """Let every device answer, one after another, and yield what arrives of each reply.
+
+        A device that is offline gets no request. Faults may lose, change or repeat a reply.
 
         Args:
             requests: Request of each client, by its number.
@@ -60,6 +69,9 @@ class InProcess:
 
 def own_data(data: FederatedData, client: int) -> FederatedData:
     """Return the samples of one client alone, as its device has them.
+
+    The result has a single client with number 0, and neither domains nor validation samples.
+    Without test samples by client, it has the first test sample only.
 
     Args:
         data: Samples of all clients.

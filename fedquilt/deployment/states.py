@@ -40,7 +40,7 @@ class Version:
     positions: Mapping[str, Submodel] = field(default_factory=dict)  # Of the initial weights
 
     def blob(self) -> Blob:
-        """Return the version as a file with a checksum."""
+        """Return the version as a safetensors file with a checksum, for `read`."""
         tensors: dict[str, Tensor] = {"reply/note": _bytes(self.reply.note)}
         for number, file in enumerate(self.reply.files):
             tensors[f"reply/{number}"] = _bytes(file)
@@ -75,10 +75,10 @@ class Version:
 
     @staticmethod
     def read(file: TensorFile) -> Version:
-        """Read a version.
+        """Read a version from a file that `blob` gave. Tensors are on the CPU.
 
         Raises:
-            RecordError: The file is damaged.
+            RecordError: The file is damaged, or is no version.
         """
         tensors = file.tensors(CPU, sealed=True)
         note = file.note
@@ -141,7 +141,7 @@ class DeviceStates:
 
     @property
     def rounds(self) -> list[int]:
-        """Return the rounds of which there is a version, in ascending order."""
+        """Return the rounds, counted from 0, of which there is a version, in ascending order."""
         if self._folder is None:
             return sorted(self._memory)
         names = (
@@ -150,7 +150,7 @@ class DeviceStates:
         return sorted(int(name) for name in names if name.isdigit())
 
     def load(self, round: int) -> Version | None:
-        """Return the version of a round, or None if it is absent or damaged."""
+        """Return the version of a round, counted from 0, or None if it is absent or damaged."""
         if round not in self.rounds:
             return None
         try:
@@ -163,7 +163,7 @@ class DeviceStates:
             return None
 
     def save(self, version: Version, base: int) -> None:
-        """Save the state that a round leaves, and delete all others except the base.
+        """Save the state that a round leaves, and delete all other versions except the base.
 
         Args:
             version: State after the round.
@@ -176,7 +176,7 @@ class DeviceStates:
         self.keep({base, version.round})
 
     def keep(self, rounds: set[int]) -> None:
-        """Delete the versions of all other rounds."""
+        """Delete the versions of all rounds that are not in `rounds`."""
         for round in self.rounds:
             if round in rounds:
                 continue

@@ -26,7 +26,7 @@ class Terms:
 
     @staticmethod
     def of(federation: Federation) -> dict[str, Any]:
-        """Return the plain values of a federation's method, link and task."""
+        """Return a federation's method, link and task as nested plain values, for `read`."""
         terms = Terms(federation.method, federation.link, federation.world.task)
         plain: dict[str, Any] = write(terms)
         return plain
@@ -53,7 +53,10 @@ class Terms:
 
 
 def references(plain: Any) -> Iterator[str]:
-    """Yield all texts in nested plain values that refer to code in a file or a module."""
+    """Yield all texts in nested plain values that refer to code, such as "mine.py:Mine".
+
+    Values of tables are searched, and their keys are not.
+    """
     if isinstance(plain, str):
         if is_reference(plain):
             yield plain

@@ -146,7 +146,10 @@ class ClientInputs(Engine):
     def _cut(
         self, slot: str, weights: Weights, submodel: Submodel, names: tuple[str, ...]
     ) -> dict[str, Tensor]:
-        """Return the named weights of a sub-model, or a slot for them.
+        """Return the named weights of a sub-model, or the values of a slot for them.
+
+        The newest `MAX_CACHED_CUTS` results are cached, so that callers must not change the
+        tensors.
 
         Args:
             slot: Name of the slot. "" means the weights themselves, and `_FIRST` weights that a
@@ -165,9 +168,10 @@ class ClientInputs(Engine):
     # --- batches ---------------------------------------------------------------------------------
 
     def keys(self, job: Job) -> tuple[int, int]:
-        """Return the random seeds of a job's batch order and of its noise.
+        """Return two random seeds of a job: of its batch order, and of its noise.
 
-        All nets of a client see equal batches.
+        They depend on the world's seed, the client and the round. They do not depend on the
+        sub-model, so that all nets of a client see equal batches.
         """
         words = (self.world.seed, job.client.id, job.round)
         return noise.key(noise.Stream.BATCH_ORDER, *words), noise.key(
@@ -175,9 +179,11 @@ class ClientInputs(Engine):
         )
 
     def batches(self, job: Job, learner: Learner, extras: Extras | None = None) -> list[Tensor]:
-        """Return the sample positions of every batch that a client trains on.
+        """Return the sample positions of every batch that a client trains on in a round, in order.
 
-        They refer to the pool, or to the public samples if the learner has a teacher.
+        They refer to the pool, or to the public samples if the learner has a teacher. The list
+        covers all local epochs, up to `learner.max_batches`. It is empty if the client has no
+        samples.
 
         Args:
             job: Client, round and sub-model.
@@ -197,14 +203,19 @@ class ClientInputs(Engine):
         return list(part[torch.cat(batches)].split_with_sizes([len(batch) for batch in batches]))
 
     def pass_batches(self, job: Job, learner: Learner, client_pass: ClientPass) -> list[Tensor]:
-        """Return the sample positions of every batch that a pass runs on.
+        """Return the sample positions of every batch that a pass runs on, each sample once.
 
-        They refer to the pool, or to the public samples if the pass uses these.
+        They refer to the pool, or to the public samples if the pass uses these. A client's own
+        samples are in random order. Public samples are in ascending order and the same for all
+        clients.
 
         Args:
             job: Client, round and sub-model.
             learner: Local training.
             client_pass: Pass to run.
+
+        Raises:
+            ConfigError: The pass uses public samples, and there are none.
         """
         size = client_pass.batch_size(learner.local)
         if client_pass.public:
@@ -235,10 +246,10 @@ class ClientInputs(Engine):
     def pass_samples(self, client_pass: ClientPass, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of a pass.
 
-        Public samples have no targets, so that their targets are zeros.
+        Public samples have no targets, so that their targets are zeros of the shape of `rows`.
 
         Args:
-            client_pass: Pass to run.
+            client_pass: Pass to run, which says whether its samples are public.
             rows: Positions of samples, of any shape.
         """
         if not client_pass.public:
@@ -258,9 +269,14 @@ class ClientInputs(Engine):
         return self.data.test_samples(rows), self.data.test_targets[rows]
 
     def teacher_rows(self, learner: Learner, extras: Extras) -> PublicRows:
-        """Return a teacher's outputs for public samples.
+        """Return a teacher's outputs for public samples, with the positions of these samples.
 
-        They are empty if a client neither received nor stored them.
+        They are empty if a client neither received nor stored them. The engine must be one over the
+        public samples.
+
+        Args:
+            learner: Local training, which names the extra with the outputs.
+            extras: Extras of the client.
         """
         empty_table = torch.zeros(
             self.table_shape(learner), dtype=self.world.dtype, device=self.device
@@ -268,13 +284,20 @@ class ClientInputs(Engine):
         return public_rows(learner.teacher, extras, self.world.seed, empty_table)
 
     def table_shape(self, learner: Learner) -> tuple[int, ...]:
-        """Return the shape of a teacher's outputs for all public samples."""
+        """Return the shape (public sample, …) of a teacher's outputs for all public samples.
+
+        The engine must be one over the public samples.
+        """
         return (len(self.data.targets), *self.extra_shapes[learner.teacher][1:])
 
     # --- samples of evaluations ------------------------------------------------------------------
 
     def eval_samples(self, job: EvalJob) -> EvalSamples:
-        """Return an evaluation with the positions of its samples and the classes that count."""
+        """Return an evaluation with the positions of its samples and the classes that count.
+
+        At most `job.limit` samples are used. All classes count, unless the job asks for the classes
+        that its client holds.
+        """
         class_mask = None
         if job.own_classes and job.client is not None:
             class_mask = self.classes_held(job.client).to(self.device)
@@ -293,7 +316,9 @@ class ClientInputs(Engine):
     def _eval_positions(self, job: EvalJob) -> Tensor:
         """Return the positions of all samples of an evaluation.
 
-        They refer to the training set or to the test set.
+        For "training" they are those of all clients in random order, for "validation" the client's
+        or else all. For "test" they are the client's test samples, or the whole test set if clients
+        have none. Test positions refer to the test set, all others to the training set.
         """
         if job.on == "training":
             return self.pooled
@@ -362,9 +387,14 @@ class ClientInputs(Engine):
         return self._shuffled("validation", parts)
 
     def _shuffled(self, name: SampleSet, parts: Parts) -> Tensor:
-        """Return the positions of all clients' samples in an order that depends only on the seed.
+        """Return the positions in the training set of all clients' samples, mixed at random.
 
-        Each set is shuffled once for each seed, because a fleet may be large.
+        Samples of different clients are shuffled together. The order depends only on the world's
+        seed. It is cached for each set, because shuffling the samples of a large fleet takes long.
+
+        Args:
+            name: Name of the set, by which the result is cached.
+            parts: Positions of each client's samples in the set.
         """
         seed = self.world.seed
         if name not in self._orders or self._orders[name][0] != seed:
@@ -404,8 +434,11 @@ def check_downloads(server: Server, job: Job, learner: Learner) -> None:
 
     Args:
         server: State of the server.
-        job: Client, round and sub-model.
+        job: Client, round and sub-model, for the message.
         learner: Local training, which names the slots and extras to download.
+
+    Raises:
+        TrainingError: A slot or an extra is missing.
     """
     for kind, names, available in (
         ("slots", learner.state.slots_down, server.slots),

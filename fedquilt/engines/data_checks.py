@@ -25,7 +25,12 @@ MIN_SCALE_RATIO = 0.1
 
 
 def check_inputs(family: Family, data: FederatedData) -> None:
-    """Refuse data that does not fit the inputs of a model."""
+    """Refuse data whose samples do not have the shape and type of a model's example input.
+
+    Raises:
+        DataError: The shape or type differs, or the model takes several inputs. It is also raised
+            if the number of test domains is not that of test samples.
+    """
     if len(family.example_inputs) != 1:
         raise DataError(
             f"the model was traced with {len(family.example_inputs)} inputs; {data.name} has one a "
@@ -83,7 +88,17 @@ def check_public(asked_by: str, is_needed: bool, world: World, data: FederatedDa
 
 
 def _check_scale(public: Tensor, data: FederatedData) -> None:
-    """Refuse public samples that are not finite or have another scale than clients' samples."""
+    """Refuse public samples that are not finite or have another scale than clients' samples.
+
+    The mean absolute values of the first `MAX_COMPARED` samples of both are compared.
+
+    Args:
+        public: Public samples, as the model would see them.
+        data: Samples of clients.
+
+    Raises:
+        DataError: One mean is more than ten times the other, or is not finite.
+    """
     rows = torch.arange(min(MAX_COMPARED, len(data.targets)), device=data.targets.device)
     client_scale, public_scale = (
         float(values.double().abs().mean())
@@ -101,6 +116,14 @@ def check_targets(world: World, data: FederatedData) -> None:
     """Refuse targets that do not fit the task and the model's output.
 
     Targets of training and of test samples are checked.
+
+    Args:
+        world: Task, and the family of the model.
+        data: Samples of all clients.
+
+    Raises:
+        DataError: There are more classes than outputs, or the task refuses the targets.
+        ConfigError: A metric of the task does not fit the output.
     """
     task, outputs = world.task, world.family.num_outputs
     if task.has_classes and data.has_classes:

@@ -48,7 +48,13 @@ class EvalSamples:
         return mask
 
     def kind(self, norm: NormPolicy) -> EvalSpec:
-        """Return the forward pass, which is equal for evaluations that run the same kernels."""
+        """Return the forward pass, which is equal for evaluations that run the same kernels.
+
+        It has the architectures of the networks, without weights, positions or samples.
+
+        Args:
+            norm: Treatment of norms, which gives the mode of evaluation passes.
+        """
         nets = tuple(replace(net, index=Index()) for net in self.nets)
         return EvalSpec(
             nets,
@@ -82,6 +88,9 @@ def split_by_domain(
         data: Samples, with the domains of test samples.
         depends_on_batch: True if a prediction depends on the other samples of its batch.
         batch_size: Samples in a batch.
+
+    Returns:
+        Pieces of all evaluations, sorted by domain. Those of all domains come first.
     """
     all_pieces: list[Piece] = []
     for position, exam in enumerate(exams):
@@ -101,7 +110,7 @@ def sum_scores(
     """Return the score of every evaluation, with the scores of its domains.
 
     Args:
-        exams: Evaluations, as `split_by_domain` received them.
+        exams: Evaluations, as `split_by_domain` received them. The result has their order.
         pieces: Pieces of the evaluations, as `split_by_domain` returned them.
         scores: Score of every piece.
         data: Samples, with the names of domains.
@@ -131,7 +140,18 @@ def _cut(
     depends_on_batch: bool,
     batch_size: int,
 ) -> Iterator[Piece]:
-    """Yield the pieces of one evaluation."""
+    """Yield the pieces of one evaluation.
+
+    An evaluation on training samples, or of data without domains, is one piece. A domain with a
+    single sample is left out if predictions depend on the batch.
+
+    Args:
+        exam_index: Position of the evaluation in the list.
+        exam: Evaluation to split.
+        data: Samples, with the domains of test samples.
+        depends_on_batch: True if a prediction depends on the other samples of its batch.
+        batch_size: Samples in a batch.
+    """
     if data.test_domains is None or exam.training:
         yield Piece(exam, exam_index)
         return
@@ -150,9 +170,14 @@ def _cut(
 
 
 def _are_apart(codes: Tensor, batch_size: int) -> bool:
-    """Return True if every batch has samples of one domain only.
+    """Return True if evaluating each domain alone gives the same batches as all domains at once.
 
-    Domains then follow each other, and all but the last fill whole batches.
+    For that, domains must follow each other, and all but the last must fill whole batches. The last
+    one needs two samples or more, because a single sample is not evaluated alone.
+
+    Args:
+        codes: Domain of each sample, in the order of evaluation, (sample,).
+        batch_size: Samples in a full batch.
     """
     runs, lengths = torch.unique_consecutive(codes, return_counts=True)
     is_contiguous = len(runs) == len(runs.unique())

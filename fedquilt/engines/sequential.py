@@ -47,7 +47,14 @@ class Sequential(Simulation):
     """
 
     def _train(self, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
-        """Train one client after another: receive, train, send, remember."""
+        """Train one client after another: receive, train, send, remember.
+
+        Args:
+            server: State that the clients start from.
+            jobs: Clients with their sub-models.
+            fold: Fold to which the update of each client is added.
+            outcome: Outcome to which costs, losses and client states are added.
+        """
         family, federation = self.world.family, self.federation
         for job in jobs:
             member, memory = family.member(job.submodel), memory_of(server, job)
@@ -98,8 +105,15 @@ class Sequential(Simulation):
     def _take_lesson(self, job: Job, lesson: Learner, start: Start) -> Start:
         """Train a client on public samples before it trains on its own.
 
+        The optimizer begins without slots, and its slots are dropped afterwards.
+
+        Args:
+            job: Client, round and sub-model.
+            lesson: Settings of the training on public samples.
+            start: Weights, slots and extras that the client received.
+
         Returns:
-            The start of the training on its own samples.
+            The start of the training on its own samples, which differs in the weights only.
         """
         public = self.on_public(self.world)
         public.begin(self.federation)
@@ -167,11 +181,11 @@ class Sequential(Simulation):
             job: Client, round and sub-model.
             learner: Local training.
             passes: Passes to run.
-            state: Current weights and buffers of the client.
+            state: Current weights and buffers of the client. They do not change.
             received: Weights and slots that the client received.
 
         Returns:
-            The result of each, by the name of the pass.
+            Result of each pass, merged over its batches, by the name of the pass.
         """
         member = self.world.family.member(job.submodel)
         results = {}

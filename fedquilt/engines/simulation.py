@@ -86,7 +86,11 @@ class Simulation(ClientInputs):
         return EngineOptions(self.device, self.precision)
 
     def with_data(self, data: FederatedData) -> Self:
-        """Return an engine with the same options for other samples, or this one if it has them."""
+        """Return an engine with the same options for other samples, or this one if it has them.
+
+        Samples are the same if all tensors of the data are the same objects after the move to the
+        device.
+        """
         if data is self._unmoved_data or data is self.data:
             return self
         moved = data.to(self.device, DTYPES[self.precision])
@@ -98,6 +102,10 @@ class Simulation(ClientInputs):
 
     def with_settings(self, settings: Mapping[str, bool | int | float | str]) -> Self:
         """Return an engine with other settings, or this one if it has them.
+
+        Args:
+            settings: New values by name, as `settings` returns them. Other settings keep their
+                values.
 
         Raises:
             RecordError: The engine has no setting of that name, as with a checkpoint of another
@@ -142,9 +150,17 @@ class Simulation(ClientInputs):
     # --- the federation of the call in progress --------------------------------------------------
 
     def begin(self, federation: Federation) -> None:
-        """Begin a call for a federation.
+        """Make a federation the one of the call in progress.
 
-        Values that were cached for another family are dropped.
+        Values that were cached for another family are dropped. If the federation is already in
+        progress, nothing happens.
+
+        Args:
+            federation: Method, world and link.
+
+        Raises:
+            ConfigError: The federation has another precision than the engine.
+            DataError: The engine's samples do not fit the federation's model or task.
         """
         previous = self._federation
         if previous is federation:
@@ -162,7 +178,11 @@ class Simulation(ClientInputs):
         self._classes.clear()
 
     def _check_federation(self, federation: Federation) -> None:
-        """Refuse a federation that does not fit the engine's precision or data."""
+        """Refuse a federation that does not fit the engine's precision or data.
+
+        Data is checked only if the family or the task is new. An engine over public samples checks
+        the precision alone.
+        """
         if federation.world.precision != self.precision:
             raise ConfigError(
                 f"a federation in {federation.world.precision} was given to an engine in "
@@ -185,7 +205,7 @@ class Simulation(ClientInputs):
             self._attackable.add(attack)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return the context in which all training and evaluation runs."""
+        """Return a context that computes in the engine's precision, for training and evaluation."""
         return computing(self.precision, self.device)
 
     # --- the contract ----------------------------------------------------------------------------
@@ -199,9 +219,12 @@ class Simulation(ClientInputs):
 
         Args:
             federation: Method, world and link.
-            server: State that clients start from.
+            server: State that clients start from. It does not change.
             jobs: Clients with their sub-models.
             fold: Sum to which updates are added.
+
+        Returns:
+            Costs, losses and new client states of the round.
         """
         self._begin_round(federation, server, jobs)
         outcome = Outcome()
@@ -251,7 +274,13 @@ class Simulation(ClientInputs):
         return outcome.costs
 
     def _begin_round(self, federation: Federation, server: Server, jobs: Sequence[Job]) -> None:
-        """Begin a round, or refuse its jobs."""
+        """Begin a round, and check all its jobs.
+
+        Raises:
+            SubmodelError: A job has a scope that the server's state lacks, or positions that do not
+                fit.
+            BudgetError: A job exceeds its client's budget.
+        """
         self.begin(federation)
         scopes = server.scopes
         for submodel, job in {job.submodel: job for job in jobs}.items():
@@ -267,7 +296,14 @@ class Simulation(ClientInputs):
 
     @abstractmethod
     def _train(self, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
-        """Train jobs in the engine's precision, and add the updates to the fold outside of it."""
+        """Train jobs in the engine's precision, and add the updates to the fold outside of it.
+
+        Args:
+            server: State that the clients start from.
+            jobs: Clients with their sub-models.
+            fold: Fold to which updates are added.
+            outcome: Outcome to which costs, losses and client states are added.
+        """
 
     def evaluate(
         self,
@@ -300,7 +336,7 @@ class Simulation(ClientInputs):
 
     @abstractmethod
     def _evaluate(self, exams: Sequence[EvalSamples], batch_size: int) -> list[Score]:
-        """Return the score of every evaluation, in the engine's precision."""
+        """Return the score of every evaluation in order. The caller has set the precision."""
 
     def calibrate(
         self,
@@ -349,7 +385,12 @@ class Simulation(ClientInputs):
     def _calibrate(
         self, nets: Sequence[tuple[EvalSpec, Weights]], batches: list[Tensor]
     ) -> list[dict[str, Tensor]]:
-        """Return the statistics of each net, as a mean over batches of training samples."""
+        """Return the norm statistics of each net by name, as a mean over batches.
+
+        Args:
+            nets: Forward pass and weights of each net.
+            batches: Positions of samples in the training set, one tensor for each batch.
+        """
 
     def pooled_gradients(
         self,
@@ -364,7 +405,10 @@ class Simulation(ClientInputs):
             federation: Method, world and link.
             nets: Sub-models and their weights.
             batch_size: Samples in a batch.
-            samples: Number of samples.
+            samples: Number of samples, which are the first of `pooled`.
+
+        Returns:
+            Gradients by weight name, for each network. They contain trainable weights only.
         """
         self.begin(federation)
         batches = batched(self.pooled[:samples].to(self.device), batch_size)
@@ -377,9 +421,14 @@ class Simulation(ClientInputs):
     def _pooled_gradient(
         self, member: Member, weights: Weights, batches: Sequence[Tensor]
     ) -> dict[str, Tensor]:
-        """Return the mean of a net's gradients over batches.
+        """Return the mean of a net's gradients over batches, by weight name.
 
         Each batch is weighted by its number of targets that count.
+
+        Args:
+            member: Member whose trainable weights have gradients.
+            weights: Weights and buffers of the member. They do not change.
+            batches: Positions of samples in the training set, one tensor for each batch.
         """
         task = self.world.task
         every_class = torch.ones(
@@ -410,9 +459,10 @@ class Simulation(ClientInputs):
     # --- public samples --------------------------------------------------------------------------
 
     def on_public(self, world: World) -> Self:
-        """Return an engine that trains on public samples.
+        """Return an engine of the same kind that trains on the world's public samples.
 
-        It is cached, together with its captured steps.
+        Its data is a single client with all public samples and placeholder targets. It is cached,
+        together with its captured steps.
         """
         assert world.public is not None, (
             "methods that need public samples are refused where there are none"
@@ -424,7 +474,7 @@ class Simulation(ClientInputs):
         return self._public[1]
 
     def _over(self, data: FederatedData) -> Self:
-        """Return an engine with the same options over other samples."""
+        """Return a new engine with the same options over other samples."""
         return replace(self, data=data)
 
 
@@ -437,7 +487,10 @@ _CONSTRUCTED = (
 
 
 def is_same(first: object, second: object) -> bool:
-    """Return True if two fields of data are the same object, or small equal values."""
+    """Return True if two fields of data are the same object, or small equal values.
+
+    Tensors that are equal but not the same object give False, except in a `Scale`.
+    """
     if first is second:
         return True
     if isinstance(first, Scale) and isinstance(second, Scale):
@@ -474,7 +527,10 @@ def _without_targets(data: FederatedData, samples: Tensor, world: World) -> Fede
 
 @contextmanager
 def _failing(message: str) -> Iterator[None]:
-    """Raise any error inside as a TrainingError that begins with a message."""
+    """Raise any error inside as a TrainingError that begins with a message.
+
+    Errors of fedquilt itself are raised unchanged.
+    """
     try:
         yield
     except FedquiltError:

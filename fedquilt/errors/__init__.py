@@ -101,6 +101,9 @@ class ConfigError(FedquiltError):
 
 
 def first_line(error: Exception) -> str:
-    """Return the first sentence of an error's message, or its class name without a message."""
+    """Return the first sentence of an error's message, up to a line break.
+
+    Without a message it is the name of the error's class.
+    """
     lines = str(error).split(". ")[0].splitlines()
     return lines[0] if lines else type(error).__name__

@@ -76,13 +76,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def memory_cause(error: BaseException) -> BaseException | None:
     """Return the allocation failure behind an error, which may be the error itself.
 
-    None: memory was not the cause.
+    The chain of causes is searched. None: memory was not the cause.
     """
     return next((cause for cause in _chain(error) if is_out_of_memory(cause)), None)
 
 
 def memory_text(error: BaseException) -> str:
-    """Return a text on the failed allocation, with its size if the error names it, and a remedy."""
+    """Return sentences on a failed allocation and a remedy, with its size if the error names it."""
     message = str(error).strip().split("\n")[0].strip(" .")
     if match := _ASKED_BYTES.search(message):
         message = f"An allocation of {size(int(match[1]))} failed"
@@ -133,7 +133,10 @@ def _is_users(file: str) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, then the errors that caused it."""
+    """Yield an error, then the error that caused it, and so on.
+
+    The cause is that of `raise … from`, or the exception that was being handled.
+    """
     visited: set[int] = set()
     while error is not None and id(error) not in visited:
         visited.add(id(error))

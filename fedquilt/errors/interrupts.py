@@ -18,16 +18,21 @@ _IMPORTING = "<frozen importlib._bootstrap>"  # File name of the code that impor
 
 
 def end_imports() -> None:
-    """Let ctrl-C end the process while modules are imported.
+    """Install a handler that lets ctrl-C end the process while modules are imported.
 
-    If ctrl-C is ignored, it stays ignored.
+    If ctrl-C is ignored or has another handler, nothing changes.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """End the process if modules are being imported, or raise a KeyboardInterrupt."""
+    """End the process if modules are being imported, else raise a KeyboardInterrupt.
+
+    Args:
+        number: Number of the signal.
+        frame: Stack frame that was interrupted.
+    """
     if not _is_importing(frame):
         signal.default_int_handler(number, frame)
     sys.stdout.flush()
@@ -36,7 +41,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Return True if a module is being imported."""
+    """Return True if a stack frame or one of its callers is importing a module."""
     while frame is not None:
         if frame.f_code.co_filename == _IMPORTING:
             return True

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def tensors_of(module: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return copies of a module's weights and buffers, by name."""
+    """Return detached copies of the parameters and buffers of a module that `names` lists.
+
+    They are by name, in the order of `names`. Every name must exist.
+    """
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: tensors[name].detach().clone() for name in names}
 
@@ -31,9 +34,9 @@ def assemble(
         family: The family.
         submodel: The member and its positions.
         weights: Its weights by name. Missing ones are cut from the traced module.
-        shared: True: the module shares the weights. False: it has copies.
-        extract: True: the result is a module of the user's class. False: a module with variants
-            stays one.
+        shared: True: the module shares memory with `weights`. False: it has copies of them.
+        extract: True: of a module with variants, only the member's variant is returned. False: the
+            result still has the methods of `Variants`. Other modules are not affected.
     """
     member = family.member(submodel)
     module = family.built(member)
@@ -59,9 +62,10 @@ def assemble(
 
 
 def _move_to(value: Tensor, reference: Tensor | None) -> Tensor:
-    """Move a tensor to the device and dtype of another one.
+    """Return a tensor on the device of `reference`, with real numbers in its dtype.
 
-    Tensors without data have nothing to move.
+    Integers keep their dtype. A tensor on the meta device is returned as it is. So is every tensor
+    if `reference` is None.
     """
     if reference is None or value.is_meta:
         return value
@@ -69,7 +73,14 @@ def _move_to(value: Tensor, reference: Tensor | None) -> Tensor:
 
 
 def _assign(layers: Mapping[str, nn.Module], names: Sequence[str], value: Tensor) -> None:
-    """Put a tensor in place of an empty weight, under all names that the weight has."""
+    """Put a tensor in place of an empty weight of a module, in place.
+
+    Args:
+        layers: Layers of the module, by path.
+        names: All names of the weight, which stays tied: its first name, then its aliases.
+        value: The tensor. In place of a parameter it becomes a parameter, which needs a gradient if
+            the empty one does.
+    """
     path, _, attribute = names[0].rpartition(".")
     empty = getattr(layers[path], attribute)
     weight = value

@@ -23,7 +23,11 @@ _RULES: dict[type[nn.Module], Rule] = {}
 
 
 def resize(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
-    """Register a function that sets a layer's size attributes from the shapes of its weights."""
+    """Return a decorator that registers a rule for layers of some classes and their subclasses.
+
+    A rule sets a layer's size attributes, such as `in_features`, from the shapes of its weights.
+    For a layer with several rules, the one of the nearest base class is used.
+    """
 
     def register(rule: Rule) -> Rule:
         _RULES.update(dict.fromkeys(kinds, rule))
@@ -146,7 +150,11 @@ def build(
 def blueprint(module: nn.Module, make: Callable[[str, Tensor], Tensor]) -> nn.Module:
     """Return a copy of a module's structure with `make(name, weight)` in place of each weight.
 
-    Tied weights stay tied.
+    Buffers count as weights. Tied weights stay tied. Other tensors among the attributes are shared
+    with the module.
+
+    Raises:
+        TraceError: An attribute of the module cannot be copied.
     """
     memo: dict[int, Any] = {}
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
@@ -168,11 +176,14 @@ def blueprint(module: nn.Module, make: Callable[[str, Tensor], Tensor]) -> nn.Mo
 
 
 def _assign(holder: Any, path: list[str], full: int, size: int) -> Any:
-    """Set a number at a path through modules, configurations and tuples.
+    """Change the number at a path from one size to another, as `_rescale` does.
+
+    Modules and configurations are changed in place, and returned. Of a tuple or list a changed copy
+    is returned.
 
     Args:
-        holder: Object that the path starts from.
-        path: Names and positions.
+        holder: Object that the path starts from: a module, configuration, dictionary or tuple.
+        path: Names of attributes or keys, and indices of tuples.
         full: Size of the whole model, which the number was made from.
         size: Size of the member.
     """
@@ -189,14 +200,22 @@ def _assign(holder: Any, path: list[str], full: int, size: int) -> Any:
 
 
 def _replaced(value: Any, path: list[str], full: int, size: int) -> Any:
-    """Return a number for another size, or a container with the number at a path replaced."""
+    """Return a number for another size, or a container in which the number at a path is changed.
+
+    Args:
+        value: The number itself if `path` is empty, else the object that the path starts from.
+        path: Names of attributes or keys, and indices of tuples.
+        full: Size of the whole model, which the number was made from.
+        size: Size of the member.
+    """
     return _assign(value, path, full, size) if path else _rescale(value, full, size)
 
 
 def number_at(holder: Any, path: str) -> int | float | None:
-    """Return the number at a path through modules, configurations and tuples.
+    """Return the number at a dotted path through modules, configurations and tuples.
 
-    It is None if there is no positive number.
+    It is None if there is no positive number, such as for a path that does not exist. `holder` is
+    the object that the path starts from.
     """
     for key in path.split("."):
         if isinstance(holder, (tuple, list)):
@@ -213,7 +232,13 @@ def number_at(holder: Any, path: str) -> int | float | None:
 def _rescale(value: int | float, full: int, size: int) -> int | float:
     """Return a number that was made from a size, for another size.
 
-    The number is the size itself, or a power of it such as an attention scale, d ** -0.5.
+    The number is the size itself, or a power of it such as an attention scale, d ** -0.5. An
+    integer is taken for the size itself. The exponent of a real number is rounded to halves.
+
+    Args:
+        value: The number.
+        full: Size that the number was made from.
+        size: Size that the result is for.
     """
     if isinstance(value, int):
         return size

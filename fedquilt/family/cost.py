@@ -36,7 +36,7 @@ class Cost:
 
     @property
     def inference(self) -> int:
-        """Return the bytes that a device needs to run the member on one sample."""
+        """Return the bytes that a device needs to run the member on one sample, in float32."""
         return self.bytes + self.activations
 
     def __add__(self, other: Cost) -> Cost:
@@ -90,11 +90,11 @@ class TrainingStep:
     most: int | None = None
 
     def memory(self, weights: int, activations: Sequence[int]) -> int:
-        """Return the bytes of the step.
+        """Return the bytes of the step, in its precision.
 
         Args:
             weights: Bytes of the parameters in float32.
-            activations: Bytes that each forward pass of a batch saves, in float32.
+            activations: Bytes that each forward pass of a batch saves, in float32. They are added.
         """
         saved = sum(activations)
         # With bf16, autocast saves copies of the weights together with the activations.
@@ -126,12 +126,18 @@ def measure(
 ) -> Count:
     """Count one member's operations, and the bytes that a training step on a batch saves.
 
+    The module runs on tensors without data, in training mode. If it reads data there, it runs in
+    evaluation mode instead.
+
     Args:
         module: The member in float32. Its weights may be on the meta device.
         example_inputs: Inputs of its forward, a batch of any size.
         batch_size: Samples of a training step.
         constants: Buffers that are the same in every member, by name. Its forward may read the
             small ones in Python.
+
+    Returns:
+        Operations of one sample, and bytes of the whole batch.
     """
     count = max(2, batch_size)  # Batch norms refuse to train on a single sample.
     inputs = tuple(_resized(value, count) for value in example_inputs)
@@ -198,7 +204,10 @@ def _every_operation(op: OpOverload) -> bool:
 
 
 def _readable(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the small constants, whose values Python may read, in float32."""
+    """Return the constants that are small and have data, by name. Real numbers are in float32.
+
+    A forward may read their values in Python.
+    """
     small = {
         name: value
         for name, value in constants.items()
@@ -223,7 +232,7 @@ class _Flops(FlopCounterMode):
 
 
 def _moves(leaf: Any) -> bool:
-    """Return True if an argument is a tensor with gradients."""
+    """Return True if an argument is a tensor that requires a gradient."""
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
@@ -289,9 +298,10 @@ class _Counter(ExitStack):
         return sum(self._saved.values()) + self._not_run.saved
 
     def count_layer(self, layer: RecurrentCall) -> tuple[Tensor, ...]:
-        """Count a recurrent layer by two short runs, and return its results.
+        """Count a recurrent layer by two short runs, and return its results for all time steps.
 
-        Operations and bytes grow linearly with the time steps, so that two runs determine them.
+        Operations and bytes grow linearly with the time steps, so that two runs determine them. The
+        counts are added to this counter's. Results have the right shapes and no meaningful values.
         """
         short, long = SHORT
         first, _ = self._tally(layer, short)
@@ -302,7 +312,15 @@ class _Counter(ExitStack):
         return layer.lengthened(results)
 
     def _tally(self, layer: RecurrentCall, num_steps: int) -> tuple[_Tally, tuple[Tensor, ...]]:
-        """Count a layer on few time steps. Arguments that it saves count once, and not here."""
+        """Run a layer on few time steps, and return its counts and its results.
+
+        Arguments that it saves for the backward pass are not in these counts. They are added to the
+        counter once, however often the layer runs.
+
+        Args:
+            layer: The recurrent layer.
+            num_steps: Number of time steps to run.
+        """
         operations, trained = self._flops.get_total_flops(), self._flops.trained
         earlier_saved, self._saved = self._saved, {}
         try:
@@ -323,7 +341,10 @@ class _Counter(ExitStack):
         ), results
 
     def attach(self, module: nn.Module, value: Callable[[Tensor], Any]) -> None:
-        """Note which memory belongs to weights."""
+        """Remember which memory belongs to the weights of `module`, before it runs.
+
+        Adjustable norms of the module are set to robustness 0. `value` is not used.
+        """
         self._weights = {p.untyped_storage()._cdata for p in module.parameters()}
         for layer in adjustables(module):
             layer.robustness = 0.0  # Only one norm of a dual norm runs, as in deployment.
@@ -359,7 +380,10 @@ class _Spans(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now = 0
 
     def attach(self, module: nn.Module, value: Callable[[Tensor], Any]) -> None:
-        """Note which memory belongs to weights and buffers."""
+        """Remember which memory belongs to weights and buffers of `module`, before it runs.
+
+        Adjustable norms of the module are set to robustness 0. `value` is not used.
+        """
         self._own = {
             tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())
         }
@@ -383,7 +407,7 @@ class _Spans(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def peak(self) -> int:
-        """Return the largest number of bytes that are needed at once."""
+        """Return the largest number of bytes needed at once, besides weights and buffers."""
         change = [0] * (self._now + 2)
         for size, first, last in self._spans.values():
             change[first] += size
@@ -392,17 +416,23 @@ class _Spans(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _resized(value: Any, batch_size: int) -> Any:
-    """Return an input without data for a batch of another size."""
+    """Return an input for a batch of another size, on the meta device and with float32 for reals.
+
+    Inputs that are no tensors are returned as they are.
+    """
     if not isinstance(value, Tensor):
         return value
     return torch.empty((batch_size, *value.shape[1:]), dtype=_float32(value.dtype), device="meta")
 
 
 def float32_size(value: Tensor) -> int:
-    """Return the bytes of one entry of a tensor, with real numbers in float32."""
+    """Return the bytes of one entry of a tensor. A real number takes 4, as in float32."""
     return _float32(value.dtype).itemsize
 
 
 def _float32(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 for a type of real numbers, because a run casts all of them to float32."""
+    """Return float32 for a type of real numbers, and other types as they are.
+
+    A run casts all real numbers to float32.
+    """
     return torch.float32 if dtype.is_floating_point else dtype

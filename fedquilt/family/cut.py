@@ -40,7 +40,7 @@ MAX_CACHED_CUTS = 16  # Cuts whose positions in a vector are cached, about those
 
 @lru_cache(maxsize=1024)
 def prefix(arch: Arch) -> Submodel:
-    """Return the sub-model with the first channels of every axis, as wide as `arch` (HeteroFL)."""
+    """Return the sub-model of `arch` that has the first channels of every axis (HeteroFL)."""
     return Submodel(arch, Index({axis: Positions.prefix(width) for axis, width in arch.widths}))
 
 
@@ -166,7 +166,7 @@ class Cutter:
         }
 
     def rows(self, name: str, index: Index, within: Index = WHOLE) -> Rows:
-        """Return the rows that `index` keeps of a weight.
+        """Return the rows that `index` keeps of each dimension of a weight. They are cached.
 
         Args:
             name: Name of the weight.
@@ -186,7 +186,7 @@ class Cutter:
         return cached[name]
 
     def _with(self, axes: frozenset[str]) -> frozenset[str]:
-        """Return the weights that have at least one of these axes."""
+        """Return the names of the weights that have at least one of these axes. It is cached."""
         if axes not in self._having:
             self._having[axes] = frozenset(
                 name for name, weight_axes in self._axes.items() if weight_axes & axes
@@ -216,7 +216,10 @@ class Cutter:
         return is_whole(self.rows(name, index, within))
 
     def is_flat(self, weight: Tensor) -> bool:
-        """Return True if weights on the device of `weight` are cut at once, as one vector."""
+        """Return True if weights on the device of `weight` are cut at once, as one vector.
+
+        It is True on a GPU, unless `flat` of the cutter decides.
+        """
         return weight.is_cuda if self.flat is None else self.flat
 
     # --- many weights at once --------------------------------------------------------------------
@@ -301,6 +304,8 @@ class Cutter:
     ) -> Tally:
         """Add up the weights of the clients that trained each position.
 
+        A client's weight is its factor in the merge, such as its number of samples.
+
         Args:
             whole: The whole weights, whose positions are counted.
             arrivals: For each client its sub-model, the positions that the scope has, the names of
@@ -348,11 +353,14 @@ class Cutter:
     ) -> tuple[list[str], list[str]]:
         """Split names into weights that are cut at once and weights that are cut one by one.
 
-        `weights` has a tensor for each name, of any shape.
-
         The second are those that are kept whole, and the few that are cut along other axes than
         widths, such as class rows. With them there would be many shapes of cuts, and a map for
-        each.
+        each. Under a scope, or where weights are not cut as one vector, all are cut one by one.
+
+        Args:
+            submodel: Positions to keep, and the scope.
+            names: Names of the weights, without the scope.
+            weights: A tensor of any shape for each name, of which device and type count.
         """
         names = list(names)
         first = weights[names[0]] if names else None
@@ -376,10 +384,16 @@ class Cutter:
         return [name for name in names if name in at_once], one_by_one
 
     def _where(self, submodel: Submodel, names: list[str], whole: Flat) -> Tensor:
-        """Return the positions of a cut's entries in a vector of whole weights.
+        """Return the offsets of a cut's entries in a vector of whole weights, weight after weight.
 
-        They are computed once for what a client receives and sends back, whatever its class rows
-        are, so that a client that is still training need not be waited for.
+        They are cached, and shared by what a client receives and sends back, whatever its class
+        rows are. Nothing then waits for a client that is still training.
+
+        Args:
+            submodel: Positions to keep. Those of axes that are no widths, such as classes, are
+                ignored.
+            names: Weights whose entries are returned, in this order. All of them are narrowed.
+            whole: The vector, of which names, shapes and device count.
         """
         widths, device = submodel.arch.sizes, whole.vector.device
         index = Index(
@@ -443,6 +457,9 @@ class Cutter:
     ) -> dict[str, Tensor]:
         """Write weights over others where they share names and positions, and return the result.
 
+        The result has the names and positions of `base`. Names that only `top` has are left out.
+        Tensors may be shared with `base` or `top`, so copy them before writing.
+
         Args:
             base: Tensors that are written over. They do not change.
             base_index: Positions of `base`, by axis.
@@ -466,12 +483,18 @@ class Cutter:
         return result
 
     def common(self, first: Index, second: Index) -> Index:
-        """Return the positions that `first` and `second` share, in the order of `first`."""
+        """Return the positions that `first` and `second` share, in the order of `first`.
+
+        It names every axis that one of them names. An axis that a cut does not name is whole in it.
+        """
         axes = dict.fromkeys((*first, *second))  # The order is the same in every process.
         return Index({axis: self._at(first, axis).keep(self._at(second, axis)) for axis in axes})
 
     def union(self, first: Index, second: Index) -> Index:
-        """Return the smallest cut that has all positions of `first` and `second`, ascending."""
+        """Return the smallest cut that has all positions of `first` and `second`, ascending.
+
+        It names only axes that both name. All others are whole.
+        """
         # An axis that one of them keeps whole stays whole.
         axes = [axis for axis in first if axis in second]
         return Index(
@@ -481,7 +504,7 @@ class Cutter:
     def places(self, outer: Index, inner: Index) -> Index:
         """Return the positions of `inner` as positions within `outer`, by axis.
 
-        Axes on which the two are equal are left out.
+        `inner` is a subset of `outer` on every axis. Axes on which the two are equal are left out.
         """
         positions: dict[str, Positions] = {}
         for axis in dict.fromkeys((*outer, *inner)):

@@ -111,7 +111,12 @@ class ConditionedNorm(Adjustable):
 
 
 def _perceptron(codes: int, channels: int) -> nn.Sequential:
-    """Return a net of two layers whose outputs start at zero."""
+    """Return a net of two layers, (sample, code) → (sample, channel), whose outputs start at zero.
+
+    Args:
+        codes: Number of inputs.
+        channels: Number of hidden units, and of outputs.
+    """
     layers = nn.Sequential(
         nn.Linear(codes, channels), nn.LeakyReLU(), nn.Linear(channels, channels)
     )
@@ -193,7 +198,14 @@ def _made(factory: Callable[[], nn.Module], make: Callable[[nn.Module], Adjustab
 
 
 def _with(module: nn.Module, make: Callable[[nn.Module], Adjustable]) -> nn.Module:
-    """Return a copy of a module with another layer in place of every norm."""
+    """Return a copy of a module with `make(norm)` in place of every norm, at any depth.
+
+    A module that is a norm itself is replaced as a whole. A norm with several names stays one
+    layer.
+
+    Raises:
+        ConfigError: The module has no norm with weights or statistics.
+    """
     copied = copy.deepcopy(module)
     if _adjusts(copied):
         return make(copied)
@@ -213,7 +225,7 @@ def _with(module: nn.Module, make: Callable[[nn.Module], Adjustable]) -> nn.Modu
 
 
 def _adjusts(layer: nn.Module) -> bool:
-    """Return True if a layer is a norm with weights or statistics."""
+    """Return True if a layer is a norm with weights or statistics, and no lazy module."""
     if not isinstance(layer, NORMS) or isinstance(layer, LazyModuleMixin):
         return False
     return any(True for _ in (*layer.parameters(), *layer.buffers()))
@@ -223,12 +235,12 @@ def _adjusts(layer: nn.Module) -> bool:
 
 
 def adjustables(module: nn.Module) -> Iterator[Adjustable]:
-    """Return the layers of a module that depend on λ."""
+    """Iterate over the layers of a module that depend on the robustness λ, at any depth."""
     return (layer for layer in module.modules() if isinstance(layer, Adjustable))
 
 
 def is_adjustable(module: nn.Module, kind: type[Adjustable] = Adjustable) -> bool:
-    """Return True if a module has adjustable layers of a kind."""
+    """Return True if a module has adjustable layers of the class `kind`. By default all count."""
     return any(isinstance(layer, kind) for layer in adjustables(module))
 
 
@@ -237,6 +249,9 @@ def set_robustness(module: nn.Module, robustness: float) -> nn.Module:
 
     It is in [0, 1]: 0 is the clean net, 1 the noised one. The module is changed in place, and
     returned.
+
+    Raises:
+        ConfigError: λ is no number in [0, 1], or the module has no dual or conditioned norms.
     """
     if not isinstance(robustness, Real) or not 0 <= robustness <= 1:
         shown = repr(robustness)

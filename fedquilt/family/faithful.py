@@ -69,7 +69,19 @@ def check_net(member: Member, modes: Sequence[Pass]) -> None:
 
 
 def _check(member: Member, mode: Pass, weights: Weights) -> None:
-    """Compare a member's net and module in one mode."""
+    """Compare a member's net and module in one mode, in each precision of `ATTEMPTS` in turn.
+
+    The first precision in which they agree ends the comparison, and float64 decides if it runs. If
+    the module fails in all, a warning is logged.
+
+    Args:
+        member: The member.
+        mode: Pass to compare, with its robustness.
+        weights: Weights, statistics and constants of the member, by name.
+
+    Raises:
+        TraceError: Net and module differ, or the net fails where the module does not.
+    """
     refusal: TraceError | None = None
     failure: Exception | None = None
     for dtype, tolerance in ATTEMPTS:
@@ -105,7 +117,15 @@ def _check(member: Member, mode: Pass, weights: Weights) -> None:
 
 
 def _compare(pair: _Pair, expected: Mapping[str, Tensor], tolerance: float) -> TraceError | None:
-    """Return an error if a net fails or differs from its module, else None."""
+    """Run the net, and return an error if it fails or differs from its module, else None.
+
+    If no output of the module is finite, a warning is logged and None is returned.
+
+    Args:
+        pair: The net and its module.
+        expected: Results of the module, by name: outputs and norm statistics.
+        tolerance: Largest difference that counts as rounding, relative to the largest value.
+    """
     if not expected[OUTPUTS].isfinite().any():
         message = "%s was not compared with what clients train in its place: no output is finite"
         pair.member.family.once.warning("", message, pair.title, kind=pair.mode)
@@ -137,14 +157,17 @@ def _compare(pair: _Pair, expected: Mapping[str, Tensor], tolerance: float) -> T
 
 
 def _difference(value: Tensor, expected: Tensor) -> float:
-    """Return the largest difference. It is infinite if shapes or non-finite entries differ."""
+    """Return the largest absolute difference between finite entries.
+
+    It is infinite if the shapes differ, or if other entries are finite.
+    """
     if value.shape != expected.shape or not torch.equal(value.isfinite(), expected.isfinite()):
         return float("inf")
     return _largest(value - expected)
 
 
 def _largest(value: Tensor) -> float:
-    """Return the largest absolute value among the finite ones."""
+    """Return the largest absolute value of the finite entries, or 0 if there are none."""
     finite = value[value.isfinite()]
     return float(finite.abs().max()) if len(finite) else 0.0
 
@@ -171,7 +194,14 @@ class _Pair:
         return f"{family.title}, {member}, in {phase}{norms}{robustness},"
 
     def run_module(self, watch: _Watch | None = None) -> dict[str, Tensor]:
-        """Run the module with the random numbers that the net draws."""
+        """Run a new module of the member with the random numbers that the net draws.
+
+        Args:
+            watch: Keeps the outputs of all layers. None has no effect.
+
+        Returns:
+            The outputs by `OUTPUTS`. If the pass tracks statistics, the new ones by name as well.
+        """
         mode, member, family = self.mode, self.member, self.member.family
         # Only buffers are copied, because a forward may write to them. Weights are shared.
         buffers = {
@@ -200,7 +230,14 @@ class _Pair:
         }
 
     def run_net(self, watch: _Watch | None = None) -> dict[str, Tensor]:
-        """Run the net as engines do, without statistics where the norm policy stores none."""
+        """Run the net as engines do, without statistics where the norm policy stores none.
+
+        Args:
+            watch: Keeps the outputs of all layers in this run. None has no effect.
+
+        Returns:
+            The outputs by `OUTPUTS`, and all norm statistics after the run by name.
+        """
         mode, net = self.mode, self.member.net
         key = KEY if mode.train else None
         tracked = {name: self.weights[name] for name in self.member.statistics}
@@ -220,7 +257,13 @@ class _Pair:
                 handle.remove()
 
     def first_difference(self, tolerance: float) -> str:
-        """Name the first layer whose outputs differ. Inner layers come before outer ones."""
+        """Run both again, and name the first layer whose outputs differ, for a message.
+
+        Inner layers come before outer ones. The text is empty if no layer is found.
+
+        Args:
+            tolerance: Largest difference that counts as rounding, relative to the largest value.
+        """
         net_watch, module_watch = _Watch(), _Watch()
         self.run_module(module_watch)
         self.run_net(net_watch)
@@ -239,7 +282,10 @@ class _Watch:
         self.outputs: dict[str, Tensor] = {}
 
     def attach(self, module: nn.Module) -> list[Any]:
-        """Keep the outputs of all layers of a module from now on, and return the hooks."""
+        """Keep the first output of every layer of a module from now on, and return the hooks.
+
+        The module itself is left out. Only outputs that are one tensor of real numbers are kept.
+        """
         return [
             layer.register_forward_hook(partial(self._keep, f"{name!r}, a {type(layer).__name__}"))
             for name, layer in module.named_modules()
@@ -272,7 +318,10 @@ class _TorchsOwn(SeededRandomness):
 
 
 def forget_statistics(module: nn.Module) -> None:
-    """Make norms use the statistics of the batch in evaluation too."""
+    """Make batch and instance norms of a module use the batch's statistics in evaluation too.
+
+    The module is changed in place: its running statistics are removed.
+    """
     for layer in module.modules():
         if isinstance(layer, _NormBase):
             layer.running_mean = layer.running_var = layer.num_batches_tracked = None
@@ -290,7 +339,8 @@ def plain(value: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 def shaken(value: Tensor) -> Tensor:
     """Return a weight whose entries are changed by up to half their size, and zeros by up to 0.1.
 
-    Layers that start as zero or one would hide a mistake in them or in the layers before.
+    Layers that start as zero or one would hide a mistake in them or in the layers before. The
+    changes are the same in every call. Integers are returned as they are.
     """
     if not value.is_floating_point():
         return value
@@ -302,7 +352,11 @@ def shaken(value: Tensor) -> Tensor:
 
 
 def samples(example: Tensor) -> Tensor:
-    """Return a few samples like the example's, of which no two are equal."""
+    """Return `BATCH_SIZE` samples like those of the example (sample, …), always the same.
+
+    Samples of real numbers get noise in [0, 1), so that no two are equal. Of integers, one sample
+    is replaced by tokens 0 and 1, and one is halved.
+    """
     rows = example.detach()[torch.arange(BATCH_SIZE) % len(example)]
     if example.is_floating_point():
         rows = rows.nan_to_num()
@@ -313,9 +367,10 @@ def samples(example: Tensor) -> Tensor:
 
 
 def unlike(sample: Tensor) -> list[Tensor]:
-    """Return samples that are larger and smaller than one. Tokens become 0 and 1.
+    """Return samples that differ from `sample` everywhere, each of its shape.
 
-    Most vocabularies have the tokens 0 and 1.
+    Of real numbers there are two, one larger than `sample` and one smaller. Of tokens there is one,
+    with 0 and 1, which most vocabularies have.
     """
     if not sample.is_floating_point():
         return [1 - sample.clamp(0, 1)]
@@ -324,7 +379,11 @@ def unlike(sample: Tensor) -> list[Tensor]:
 
 
 def run_seeded(module: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tensor:
-    """Run a module on copies of inputs, with all random generators at the same seeds every time."""
+    """Run a module without gradients, with all random generators at the same seeds every time.
+
+    Inputs are copied, so that an in-place operation does not change them. Afterwards the generators
+    of Python, NumPy and torch on the CPU have their earlier state.
+    """
     python, numpy = random.getstate(), np.random.get_state()
     try:
         random.seed(0)

@@ -67,7 +67,10 @@ class Family(TracedModel):
 
     @property
     def num_outputs(self) -> int:
-        """Return the size of the output's class dimension. It may be 1, and needs no axis."""
+        """Return the size of the output's class dimension, also for a model without class axis.
+
+        It may be 1.
+        """
         if "class" in self.layout.axes:
             return self.layout.axes["class"].size
         return self.output_shape[1]
@@ -129,13 +132,19 @@ class Family(TracedModel):
 
     @cached_property
     def _hidden_state(self) -> tuple[list[str], bool]:
-        """Return the buffers that a forward writes to, and True if a second forward differs."""
+        """Return the names of constant buffers that a forward writes to, and a flag.
+
+        The flag is True if a second forward on the same batch has another output.
+        """
         buffer_names = {*self.constants, *self.carried}
         return probes.find_hidden_state(self._module, self.example_inputs, buffer_names)
 
     @cached_property
     def class_rows(self) -> bool:
-        """Return True if a client may send only the output rows of its own classes."""
+        """Return True if a client may send only the output rows of its own classes.
+
+        It is `has_class_rows` for the family's variant.
+        """
         return self.has_class_rows(self.variant)
 
     def has_class_rows(self, variant: str) -> bool:
@@ -155,7 +164,7 @@ class Family(TracedModel):
 
     @cached_property
     def whole(self) -> Arch:
-        """Return the member of full width."""
+        """Return the widths of the member that has all channels, in the family's variant."""
         return self.fitter.arch(1.0, "floor")
 
     @property
@@ -165,6 +174,8 @@ class Family(TracedModel):
 
     def at(self, variant: str, trains: tuple[str, ...] = ()) -> Family:
         """Return the family whose members run a variant, and train only the named parts of it.
+
+        Equal calls return the same family, and all of them share the members' caches.
 
         Args:
             variant: One of `variants`, or several joined (`fedquilt.family.variants.joined`). The
@@ -221,9 +232,10 @@ class Family(TracedModel):
         return {}
 
     def alone(self, variant: str) -> Family:
-        """Return the family of one net of a union, which `variant` names.
+        """Return the family of one net of a union, which `variant` names. It is cached.
 
-        Weights and axes have the names that they have in the net's own module.
+        Weights and axes have the names that they have in the net's own module. Only unions may be
+        asked.
         """
         base = self._base or self
         variant = base.layout.known_as(variant)
@@ -294,12 +306,17 @@ class Family(TracedModel):
     def share(
         self, budget: Budget, rounding: Rounding = "floor", step: TrainingStep | None = None
     ) -> float:
-        """Return the share of every axis that a budget allows.
+        """Return the largest share of every axis that a budget allows, in (0, 1].
+
+        A budget of a share alone allows that share.
 
         Args:
             budget: Limits that hold together.
             rounding: Rounding of a share of an axis to whole channels.
             step: Training step that a limit on memory is about. None: it is about inference.
+
+        Raises:
+            BudgetError: Even the smallest member exceeds a limit.
         """
         return self.fitter.share(budget, rounding, step)
 
@@ -326,11 +343,17 @@ class Family(TracedModel):
         return self.fitter.excess(tuple(map(self.member, nets)), budget, step)
 
     def width(self, member: Arch | Submodel | Member) -> float:
-        """Return the share of its channels that the widest dimension of a member keeps."""
+        """Return the share of its channels that the widest dimension of a member keeps.
+
+        Only dimensions that can be cut count. It is 1 if there are none.
+        """
         return self.fitter.width(member)
 
     def member(self, member: Arch | Submodel | Member) -> Member:
-        """Return a member by its widths, or the member of a sub-model. Members are cached."""
+        """Return the member of these widths, or of a sub-model, whose positions do not matter.
+
+        Members are cached. A `Member` is returned as it is.
+        """
         if isinstance(member, Member):
             return member
         if self._base is not None:  # Members compare by their family.
@@ -343,7 +366,7 @@ class Family(TracedModel):
 
     @cached_property
     def once(self) -> Once:
-        """Return a logger that logs a warning once, even if several members give it."""
+        """Return the family's logger, which logs each warning once for all members."""
         return Once(_log)
 
     @cached_property
@@ -351,9 +374,10 @@ class Family(TracedModel):
         return {}
 
     def part(self, submodel: Submodel, share: float) -> Submodel:
-        """Return the part of `submodel` that has `share` of the whole model.
+        """Return the part of `submodel` that has `share` of every axis of the whole model.
 
-        It has the first channels in the sub-model's order.
+        It has the first channels in the sub-model's order. On an axis of which `submodel` has fewer
+        channels than that, the part has all of them.
         """
         nested, index = self.member(submodel).nested(share), submodel.index
         inner = {
@@ -363,7 +387,7 @@ class Family(TracedModel):
         return Submodel(nested.arch, Index({**index, **inner}), submodel.scope)
 
     def count(self, member: Arch | Submodel | Member) -> int:
-        """Return the number of a member's parameters."""
+        """Return the number of entries of all parameters of a member."""
         return self.member(member).count
 
     def cost(self, member: Arch | Submodel | Member, step: TrainingStep = TrainingStep()) -> Cost:
@@ -395,16 +419,20 @@ class Family(TracedModel):
         }
 
     def seeded(self, seed: int) -> Family:
-        """Return the family that has one seed's weights for every seed.
+        """Return the family whose `init` returns the weights of this seed for every seed.
 
-        Other machines then need neither the function that makes the module nor its files.
+        Other machines then need neither the function that makes the module nor its files. The new
+        family cannot be traced again.
         """
         if self._base is not None:
             return self._base.seeded(seed).at(self.variant, self.trains)
         return replace(self, _factory=as_factory(make_module(self._factory, seed)), _traced=None)
 
     def bare(self) -> Family:
-        """Return the family without weights, which is enough to build modules for given weights."""
+        """Return the family without weights: its module is on the meta device.
+
+        This is enough to build modules for given weights.
+        """
         variant = JOIN.join(self.variants) if self.layout.nets else WHOLE
         module = build(self._module, self.layout, {}, variant)
         return Family(module, self.layout, self.example_inputs, as_factory(module))
@@ -413,8 +441,9 @@ class Family(TracedModel):
         """Return a member as a plain nn.Module, with weights cut from a whole state.
 
         Args:
-            member: A member, or a sub-model with its positions.
-            state: The whole state. None: the initial one.
+            member: A sub-model with its positions. A member has the first channels of every axis.
+            state: The whole state, by scope and name. None: the initial one of seed 0. Weights that
+                it lacks are those of the traced module.
         """
         submodel = member if isinstance(member, Submodel) else self.member(member).prefix
         state = self.init() if state is None else state
@@ -430,14 +459,14 @@ class Family(TracedModel):
         Args:
             submodel: The member and its positions.
             weights: Its weights by name. Missing ones are cut from the traced module.
-            shared: True: the module shares the weights. False: it has copies.
-            extract: True: the result is a module of the user's class. False: a module with variants
-                stays one.
+            shared: True: the module shares memory with `weights`. False: it has copies of them.
+            extract: True: of a module with variants, only the member's variant is returned. False:
+                the result still has the methods of `Variants`. Other modules are not affected.
         """
         return assemble(self, submodel, weights, shared, extract)
 
     def built(self, member: Member) -> nn.Module:
-        """Return the module of a member, with empty weights on the meta device."""
+        """Return a new module of a member, with empty weights on the meta device."""
         return build(self._module, self.layout, member.sizes, member.arch.variant)
 
     def check(self, submodel: Submodel, who: str) -> None:

@@ -61,9 +61,17 @@ class Fitter:
         return {}
 
     def _search(self, budget: Budget, rounding: Rounding, step: TrainingStep | None) -> float:
-        """Return the largest share within a budget.
+        """Return the largest share of every axis whose member is within a budget.
 
         Only shares at which some axis gains a channel are tried. Costs grow with the share.
+
+        Args:
+            budget: Limits that hold together, at least one of them on costs.
+            rounding: Rounding of a share of an axis to whole channels.
+            step: Training step that a limit on memory is about. None: it is about inference.
+
+        Raises:
+            BudgetError: Even the smallest member exceeds a limit.
         """
         limit = budget.share or 1.0
         shares = sorted({share for share in self.steps if share <= limit} or {limit})
@@ -90,7 +98,13 @@ class Fitter:
     def _need(self, bound: str, member: Callable[[int], Member], step: TrainingStep | None) -> Need:
         """Return how much of one limit members need, and numbers to estimate it from.
 
-        Activations grow with the channels.
+        Parameters need no estimate. Multiply-adds are estimated from the parameters, and
+        activations from the number of channels.
+
+        Args:
+            bound: Name of the limit: "params", "macs" or "memory".
+            member: Returns a member by its number, smallest first.
+            step: Training step that a limit on memory is about. None: it is about inference.
         """
 
         def needed(net: Member) -> int:
@@ -110,7 +124,7 @@ class Fitter:
 
     @cached_property
     def steps(self) -> set[float]:
-        """Return the shares at which some member gains a channel.
+        """Return the shares in (0, 1] at which some axis gains a channel.
 
         If one channel of each group, or one whole group, is too much, members shrink by single
         channels of the product.
@@ -146,7 +160,14 @@ class Fitter:
         return {}
 
     def _widths_over(self, nets: tuple[Member, ...], budget: Budget) -> list[str]:
-        """Return a phrase for the first dimension that exceeds the share of a budget."""
+        """Return a phrase for the first dimension of which nets have too many channels together.
+
+        The list is empty if there is none, or if the budget has no share.
+
+        Args:
+            nets: Members that a device has at once, whose channels are added up.
+            budget: The device's limits, of which the share counts.
+        """
         if budget.share is None:
             return []
         channels_of_nets = [self._channels(net) for net in nets]
@@ -170,7 +191,13 @@ class Fitter:
     def _costs_over(
         self, nets: tuple[Member, ...], budget: Budget, step: TrainingStep | None
     ) -> list[str]:
-        """Return a phrase for each of params, macs and memory that nets exceed."""
+        """Return a phrase for each limit on params, macs and memory that nets exceed together.
+
+        Args:
+            nets: Members that a device has at once.
+            budget: The device's limits. Those that are None are left out.
+            step: Training step that a limit on memory is about. None: it is about inference.
+        """
         phrases = []
         use = f" of training{_batches(step)}" if step else " of inference"
         for name in ("params", "macs", "memory"):
@@ -184,7 +211,14 @@ class Fitter:
         return phrases
 
     def _needed(self, bound: str, members: tuple[Member, ...], step: TrainingStep | None) -> int:
-        """Return how much nets need of one limit together. Counting a member may take a run."""
+        """Return how much nets need of one limit together. Counting a member may take a run.
+
+        Args:
+            bound: Name of the limit: "params", "macs" or "memory".
+            members: Nets that a device has at once.
+            step: Training step that memory is about: all nets train at once. None: memory is about
+                inference, in which nets run one after another.
+        """
         if bound == "params":
             return sum(member.count for member in members)
         if bound == "macs":
@@ -195,7 +229,10 @@ class Fitter:
         return weights + max(member.inference_activations for member in members)
 
     def width(self, member: Arch | Submodel | Member) -> float:
-        """Return the share of its channels that the widest dimension of a member keeps."""
+        """Return the share of its channels that the widest dimension of a member keeps.
+
+        Only dimensions that can be cut count. It is 1 if there are none.
+        """
         sizes = self.family.layout.sizes
         shares = [
             count / math.prod(sizes[axis] for axis in dim)
@@ -204,7 +241,9 @@ class Fitter:
         return max(shares, default=1.0)
 
     def _channels(self, member: Arch | Submodel | Member) -> dict[tuple[str, ...], int]:
-        """Return the channels that a member keeps of every dimension that can be cut.
+        """Return the number of channels that a member keeps of every dimension that can be cut.
+
+        Keys are tuples of the dimension's axes. For a union, only the member's own nets count.
 
         A dimension is one axis, or the product of two: groups, and the channels inside each. Of
         these, one may stay whole while the other is cut, so that neither alone shows the member's
@@ -219,7 +258,10 @@ class Fitter:
 
     @cached_property
     def _dimensions(self) -> tuple[tuple[str, ...], ...]:
-        """Return the dimensions that can be cut, as tuples of axes."""
+        """Return the dimensions that can be cut, as tuples of one axis or of groups and inner axis.
+
+        They are those of the family's variant.
+        """
         axes = self.family.layout.axes_at(self.family.variant)
         grouped = [(name, inner) for name, axis in axes.items() for inner in axis.inner]
         paired = {axis for dim in grouped for axis in dim}
@@ -228,7 +270,7 @@ class Fitter:
 
     @cached_property
     def _free(self) -> list[Axis]:
-        """Return the axes that can be cut."""
+        """Return the axes of the family's variant that are not fixed."""
         return [
             axis
             for axis in self.family.layout.axes_at(self.family.variant).values()
@@ -236,7 +278,7 @@ class Fitter:
         ]
 
     def arch(self, share: float, rounding: Rounding) -> Arch:
-        """Return the member that has a share of every axis.
+        """Return the widths of the member that has a share of every axis.
 
         Args:
             share: Share of the channels of every axis, in [0, 1]. At least `Axis.least` are kept.
@@ -317,11 +359,19 @@ class Need:
     gauge: Callable[[Member], int]
 
     def at(self, number: int) -> int:
-        """Return how much the member of a number needs."""
+        """Return how much the member with this number needs."""
         return self.needed(self.member(number))
 
     def line(self, first: int, second: int) -> Callable[[int], float]:
-        """Return an estimate of what members need by number, from what two of them need."""
+        """Return a function that estimates what the member with a number needs, without a run.
+
+        The part that weights do not determine is interpolated between two members, which are
+        counted.
+
+        Args:
+            first: Number of the smaller member.
+            second: Number of the larger member.
+        """
         small, large = self.member(first), self.member(second)
         base = self.needed(small) - self.exact(small)
         rise = self.needed(large) - self.exact(large) - base
@@ -336,7 +386,7 @@ class Need:
 
 
 def last_within(need: Need, limit: float, count: int) -> int:
-    """Return the number of the last member within a limit, or -1.
+    """Return the number of the last member within a limit, or -1 if even the first exceeds it.
 
     The largest and the smallest member are counted first. A line between them says where to begin.
     From there the search moves in steps that double, until the result is between two members that
@@ -385,7 +435,14 @@ def remember(cache: dict[K, V], key: K, value: V) -> V:
 def _bisected(estimate: Callable[[int], float], limit: float, low: int, high: int) -> int:
     """Return the last number at which an estimate is within a limit.
 
-    Numbers from `low` to one less than `high` are searched.
+    Numbers from `low` to one less than `high` are searched. The result is at least `low`, whose
+    estimate is not compared.
+
+    Args:
+        estimate: Returns an amount by number, which grows with the number.
+        limit: Largest amount that is allowed.
+        low: First number.
+        high: Last number plus one.
     """
     while high - low > 1:
         middle = (low + high) // 2

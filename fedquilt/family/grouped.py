@@ -109,7 +109,10 @@ class GroupedNet:
         return outputs.reshape(len(outputs), self.count, -1, *outputs.shape[2:]).transpose(0, 1)
 
     def _rescale(self, layer: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
-        """Divide each client's outputs by its share."""
+        """Divide each client's outputs by its share, as a forward hook of a layer.
+
+        `outputs` is (batch, client · channel, …). Without shares it is returned as it is.
+        """
         if self._shares is None:
             return outputs
         channels = outputs.shape[1] // self.count
@@ -119,6 +122,10 @@ class GroupedNet:
 
 def _grouped_forward(layer: nn.Module, count: int) -> Callable[[Tensor], Tensor] | None:
     """Return a layer's forward for clients side by side. None: its own forward works.
+
+    Args:
+        layer: The layer, which does not change. Its weights get a first dimension for clients.
+        count: Number of clients.
 
     Raises:
         GroupingError: The layer has no grouped kernel.
@@ -159,7 +166,7 @@ def _grouped_forward(layer: nn.Module, count: int) -> Callable[[Tensor], Tensor]
 
 
 def _joined(weight: Tensor | None) -> Tensor | None:
-    """Join the client dimension and the first dimension of a weight."""
+    """Return a weight (client, channel, …) as (client · channel, …). None stays None."""
     return None if weight is None else weight.flatten(0, 1)
 
 
@@ -173,7 +180,7 @@ _TRANSPOSED: _Kernels = {
 
 
 def _of(table: _Kernels, layer: nn.Module) -> Callable[..., Tensor]:
-    """Return the function of a layer's class."""
+    """Return the function that a table has for a layer's class or base class. It must have one."""
     return next(function for kind, function in table.items() if isinstance(layer, kind))
 
 
@@ -220,7 +227,10 @@ def _mean(x: Tensor) -> Tensor:
 
 
 def agrees(logits: Tensor, expected: Tensor) -> bool:
-    """Return True if logits from two computations are equal, up to the rounding of many sums."""
+    """Return True if logits from two computations are equal, up to the rounding of many sums.
+
+    They may differ by a thousandth of the largest absolute value of `expected`.
+    """
     logits, expected = logits.double(), expected.double()
     largest = expected.abs().max().clamp(min=1e-6)
     return bool((logits - expected).abs().max() <= 1e-3 * largest)

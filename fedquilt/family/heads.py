@@ -70,7 +70,7 @@ class Head:
     size: tuple[int, ...] = ()
 
     def make(self) -> nn.Sequential:
-        """Return a new head with random weights."""
+        """Return a new head, whose weights are drawn from torch's global generator."""
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         if self.kind == "dense":
             layers["conv"] = CONVS[len(self.dims)](self.in_features, self.num_outputs, 1)
@@ -135,7 +135,18 @@ def _dense(
     size: tuple[int, ...],
     output_size: tuple[int, ...],
 ) -> Head:
-    """Plan a head that upsamples features of `size` to logits at each position of the output."""
+    """Plan a head that returns logits at each position of the output, by a 1×1 convolution.
+
+    It upsamples by whole factors where every side of the output is a multiple of the features'.
+    Other outputs fix the size to upsample to.
+
+    Args:
+        in_features: Channels of the features.
+        num_outputs: Size of the output's class dimension.
+        positions: Dimensions of the features that are positions.
+        size: Sides of the features.
+        output_size: Sides of the output.
+    """
     # With factors instead of sizes, the head runs on samples of other sizes than the example's.
     if all(goal % side == 0 for side, goal in zip(size, output_size, strict=True)):
         scale = tuple(goal // side for side, goal in zip(size, output_size, strict=True))

@@ -88,6 +88,8 @@ class Layout:
     def weights(self, variant: str) -> tuple[str, ...]:
         """Return the names of the weights that a variant has, or several joined variants together.
 
+        They include buffers, and are in the order of `dims`.
+
         Raises:
             SubmodelError: There is no such variant.
         """
@@ -104,22 +106,26 @@ class Layout:
         return tuple(name for name in self.dims if name in names)
 
     def known_as(self, variant: str) -> str:
-        """Return a variant with the first net of a union called `WHOLE`.
+        """Return the name of a variant with the first net of a union called `WHOLE`.
 
-        A caller may have named that net by its own name.
+        A caller may have named that net by its own name, also within a joined name. Without a union
+        the name is returned as it is.
         """
         if not self.nets:
             return variant
         return joined(*(WHOLE if name == self.nets[0] else name for name in members_of(variant)))
 
     def net_names(self, variant: str) -> tuple[str, ...]:
-        """Return the names of a union's nets that a variant has."""
+        """Return the names of a union's nets that a variant has, which may be a joined one.
+
+        The net called `WHOLE` is returned by its own name. It is for unions only.
+        """
         return tuple(self.nets[0] if name == WHOLE else name for name in members_of(variant))
 
     def axes_at(self, variant: str) -> dict[str, Axis]:
-        """Return the axes of a variant's members.
+        """Return the axes of a variant's members, by name.
 
-        All variants of a module have all axes. A net of a union has its own.
+        All variants of a module have all axes. A net of a union has its own, and the class axis.
         """
         if not self.nets:
             return dict(self.axes)
@@ -152,7 +158,10 @@ class Layout:
         )
 
     def _of_net(self, variant: str) -> Layout:
-        """Return the layout of one net of a union."""
+        """Return the layout of the net of a union that `variant` names, without the net's prefix.
+
+        Names of weights, axes, attributes and parts are those that the net was traced with.
+        """
         (net,) = self.net_names(self.known_as(variant))
         prefix = f"{net}."
         names = {axis: axis.removeprefix(prefix) for axis in self.axes_at(variant)}
@@ -198,15 +207,20 @@ class Layout:
         )
 
     def shape(self, name: str, widths: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of a weight if the axes have these widths."""
+        """Return the shape of a weight, for axes of these widths. Fixed axes are needed too."""
         return tuple(size_of(dim, widths) for dim in self.dims[name])
 
     def axes_of(self, name: str) -> frozenset[str]:
-        """Return the axes that a weight carries."""
+        """Return the names of the axes in a weight's dimensions."""
         return frozenset(axis for dim in self.dims[name] for axis in axes_in(dim))
 
     def positions(self, name: str, index: Mapping[str, Positions]) -> tuple[Positions, ...]:
-        """Return the rows of each dimension of a weight that a cut keeps."""
+        """Return the rows of each dimension of a weight that a cut keeps.
+
+        Args:
+            name: Name of the weight.
+            index: Kept positions by axis. Other axes are kept completely.
+        """
         sizes = self.sizes
         return tuple(positions_of(dim, index, sizes) for dim in self.dims[name])
 
@@ -261,7 +275,7 @@ class Layout:
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of the axes.
+        """Return a hash of the whole layout but its notes, as 16 hexadecimal digits.
 
         A server and a device compare it, and so does a run that resumes. Notes are left out,
         because they name lines of the user's files.
@@ -273,7 +287,10 @@ class Layout:
 
 
 def _check_tables(raw: Any) -> None:
-    """Refuse JSON that does not have the tables and lists of a layout."""
+    """Refuse decoded JSON that does not have the tables and lists of a layout, by a FormatError.
+
+    Keys and types are checked. Axes and dimensions are read later.
+    """
     needed = {"axes", "dims", "ties", "attributes", "parts", "class_dim", "notes"}
     if not isinstance(raw, dict) or not needed <= raw.keys() <= needed | {"variants", "nets"}:
         raise FormatError(
@@ -296,14 +313,14 @@ def _check_tables(raw: Any) -> None:
 
 
 def _is_texts(values: object) -> bool:
-    """Return True if a value is a list of strings."""
+    """Return True if a value is a list of strings, or the values of a dictionary of strings."""
     return isinstance(values, (list, ValuesView)) and all(
         isinstance(value, str) for value in values
     )
 
 
 def _axis(raw: Any) -> Axis:
-    """Read an axis, or refuse it."""
+    """Return the axis that decoded JSON describes, or refuse it by a FormatError."""
     keys = {field.name for field in fields(Axis)}
     if not isinstance(raw, dict) or not {"name", "size"} <= raw.keys() <= keys:
         raise FormatError(
@@ -329,9 +346,17 @@ def _axis(raw: Any) -> Axis:
 
 
 def _dims(name: str, text: str, count: int | None = None) -> Dims:
-    """Read the dimensions of a weight.
+    """Read the dimensions of a weight, or the size of an attribute.
 
     Parentheses are counted first, because `parse` recurses into them.
+
+    Args:
+        name: Name of the weight or attribute, for messages.
+        text: Dimensions as `write` wrote them.
+        count: Number of dimensions that is needed. None: any number up to `MAX_DIMS`.
+
+    Raises:
+        FormatError: The text is malformed, or has another number of dimensions.
     """
     if text.count("(") > MAX_PARENTHESES:
         raise FormatError(f"the dimensions of {name} have more than {MAX_PARENTHESES} parentheses")
@@ -345,7 +370,10 @@ def _dims(name: str, text: str, count: int | None = None) -> Dims:
 
 
 def _check_names(layout: Layout) -> None:
-    """Refuse a layout that names axes or weights which it does not list."""
+    """Refuse a layout that names axes or weights which it does not list, by a FormatError.
+
+    They may be named by dimensions, attributes, inner axes, ties, parts and variants.
+    """
     expressions = [(name, dim) for name, dims in layout.dims.items() for dim in dims]
     for name, expr in (*expressions, *layout.attributes.items()):
         if unknown := [axis for axis in axes_in(expr) if axis not in layout.axes]:
@@ -372,7 +400,10 @@ def _check_names(layout: Layout) -> None:
 
 
 def _describe_problem(positions: Positions, size: int) -> str:
-    """Describe what is wrong with positions on an axis of a size. It is "" if nothing is."""
+    """Describe a repeated position, or one outside of an axis of this size, for a message.
+
+    It is "" if all positions are distinct and inside.
+    """
     counts = Counter(positions)
     if not counts or max(counts.values()) == 1:
         outside = [position for position in counts if not 0 <= position < size]

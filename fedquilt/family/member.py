@@ -73,12 +73,12 @@ class Member:
 
     @cached_property
     def trainable(self) -> tuple[str, ...]:
-        """Return the names of the weights that training changes."""
+        """Return the names of the parameters that the member trains."""
         return tuple(name for name in self.family.trainable if name in self._changing)
 
     @cached_property
     def statistics(self) -> tuple[str, ...]:
-        """Return the names of the norms' running statistics that training changes."""
+        """Return the names of the running statistics of those norms that the member trains."""
         return tuple(name for name in self.family.statistics if name in self._changing)
 
     @cached_property
@@ -92,7 +92,10 @@ class Member:
 
     @cached_property
     def frozen(self) -> tuple[str, ...]:
-        """Return the names of weights and statistics that only other members train."""
+        """Return the names of the member's weights and statistics that only other members train.
+
+        It is empty if the member trains all parts.
+        """
         unchanged = set(self.names) - self._changing
         return tuple(
             name for name in (*self.family.trainable, *self.family.statistics) if name in unchanged
@@ -100,12 +103,18 @@ class Member:
 
     @property
     def unfrozen(self) -> Member:
-        """Return the member that trains all weights of this one."""
+        """Return the member of the same widths and variant that trains all parts."""
         return self.family.member(replace(self.arch, trains=())) if self.arch.trains else self
 
     @cached_property
     def _changing(self) -> frozenset[str]:
-        """Return the names of the variant's weights, or of those in the parts that are trained."""
+        """Return the names of all weights of the variant that are in the trained parts.
+
+        Without trained parts, all weights count.
+
+        Raises:
+            SubmodelError: The model has no such part.
+        """
         names = frozenset(self.names)
         if not self.arch.trains:
             return names
@@ -118,7 +127,10 @@ class Member:
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """Return the buffers that are neither statistics nor cut, by name."""
+        """Return copies of the weights that are neither trained, statistics nor cut, by name.
+
+        For a net of a union, they are its own.
+        """
         buffers = self.family.constants
         if not self.family.layout.nets:
             return buffers
@@ -126,12 +138,15 @@ class Member:
 
     @property
     def parts(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the names of the weights of each named part, such as `norm`."""
+        """Return the names of the weights of each named part of the family, such as `norm`."""
         return self.family.parts
 
     @property
     def class_rows(self) -> bool:
-        """Return True if a client may send only the output rows of its own classes."""
+        """Return True if a client may send only the output rows of its own classes.
+
+        See `Family.has_class_rows`.
+        """
         return self.family.has_class_rows(self.arch.variant)
 
     @property
@@ -141,11 +156,14 @@ class Member:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Return the size of every axis, including those that are never cut."""
+        """Return the size of every axis of the family in this member, by name.
+
+        Axes that are never cut have their full size.
+        """
         return self.family.layout.sizes | self.arch.sizes
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the weight with this name."""
+        """Return the shape that the weight with this name has in this member."""
         return self.family.layout.shape(name, self.sizes)
 
     @property
@@ -161,9 +179,10 @@ class Member:
     # --- nets nested in it -----------------------------------------------------------------------
 
     def nested(self, share: float) -> Member:
-        """Return the net within this one that has `share` of the whole model.
+        """Return the net within this one that has `share` of every axis of the whole model.
 
-        It has the first channels of this member's order.
+        It has the first channels of this member's order, and all of them on an axis of which this
+        member has fewer. Nets are cached.
         """
         cached = self._nested.get(share)
         if cached is None:
@@ -213,12 +232,15 @@ class Member:
         return self.nets[0] if self.nets else self
 
     def is_part_of(self, other: Member) -> bool:
-        """Return True if `other` combines several nets of a union, one of which is this."""
+        """Return True if `other` combines several nets of a union, one of which is this.
+
+        Variant and widths are compared, and not the parts that are trained.
+        """
         key = self.arch.variant, self.arch.widths
         return any((net.arch.variant, net.arch.widths) == key for net in other.nets)
 
     def narrowed(self, weights: Weights, inner: Member, lead: int = 0) -> dict[str, Tensor]:
-        """Cut the weights of a nested net from this member's.
+        """Cut the weights of a nested net from this member's. The result is differentiable.
 
         Args:
             weights: This member's tensors, by name.
@@ -231,14 +253,14 @@ class Member:
 
     @property
     def net(self) -> Net:
-        """Return the member as a pure function of its weights."""
+        """Return the member as a pure function of its weights. It is made once."""
         if self._known.net is None:
             with outside_functorch():
                 self._known.net = Net(self._built(), self.constants, self._scaled)
         return self._known.net
 
     def grouped(self, count: int) -> GroupedNet:
-        """Return `count` nets of this member, side by side in the channels.
+        """Return a new net that runs `count` clients of this member, side by side in the channels.
 
         Raises:
             GroupingError: Its layers do not allow that.
@@ -248,7 +270,7 @@ class Member:
     def module(self, state: Weights | None = None) -> nn.Module:
         """Return the member as a plain nn.Module, with weights cut from a whole state.
 
-        None stands for the initial state.
+        It has the first channels of every axis. None stands for the initial state of seed 0.
         """
         return self.family.module(self, state)
 
@@ -256,6 +278,9 @@ class Member:
         """Refuse a member whose net, which clients train, differs from its module.
 
         Each member is compared once in each of `modes`, such as the pass of a training step.
+
+        Raises:
+            TraceError: They differ, or the net fails where the module does not.
         """
         unchecked = [mode for mode in modes if mode not in self._known.compared]
         if unchecked:
@@ -263,12 +288,15 @@ class Member:
             self._known.compared.update(unchecked)
 
     def _built(self) -> nn.Module:
-        """Return the member's module with empty weights."""
+        """Return a new module of the member, with empty weights on the meta device."""
         return self.family.built(self)
 
     @property
     def _scaled(self) -> Scaled:
-        """Return the layers whose outputs are cut, which the scaler divides."""
+        """Return the names of layers and weights that the scaler divides.
+
+        They are those whose outputs have fewer channels than in the whole model.
+        """
         full_sizes = self.family.layout.sizes
         cut = {axis for axis, width in self.arch.widths if width < full_sizes[axis]}
         scaled = Scaled.of(self.family.holding(self.arch.variant), self.family.layout, cut)
@@ -310,7 +338,7 @@ class Member:
 
     @cached_property
     def count(self) -> int:
-        """Return the number of parameters."""
+        """Return the number of entries of all parameters, frozen ones included, tied ones once."""
         return sum(math.prod(self.shape(name)) for name in self._parameters)
 
     @cached_property
@@ -337,7 +365,7 @@ class Member:
         return self._counted(usual).saved * batch_size // usual
 
     def training_memory(self, step: TrainingStep) -> int:
-        """Return the bytes of a training step."""
+        """Return the bytes that a training step needs, with nested nets and several passes."""
         saved = self._counted(step.batch_size).saved
         return step.memory(
             self.weight_bytes, [saved] * step.passes + self._nested_activations(step)
@@ -356,16 +384,19 @@ class Member:
         return self._known.inference
 
     def _nested_activations(self, step: TrainingStep) -> list[int]:
-        """Return the bytes that nested nets of a step save.
+        """Return the bytes that each nested net of a step saves for a batch, widest first.
 
-        Nets as wide as the member are not run.
+        Nets as wide as the member are not run. At most `step.most` nets are listed.
         """
         nets = [self.nested(share) for share in sorted(step.nested, reverse=True)]
         narrower = [net for net in nets if net.arch != self.arch][: step.most]
         return [net._counted(step.batch_size).saved for net in narrower]
 
     def _counted(self, batch_size: int) -> Count:
-        """Return the counts for a batch size."""
+        """Return the counts of operations and saved bytes for a batch size. They are cached.
+
+        Of a member of several nets of a union, the nets' counts are added.
+        """
         counted = self._known.counts.get(batch_size)
         if counted is None and self.nets:
             counted = self._known.counts[batch_size] = reduce(

@@ -158,7 +158,10 @@ class Net:
         return outputs, statistics
 
     def _fresh_counters(self) -> dict[str, Tensor]:
-        """Return new batch counters, since torch.func refuses to change the module's in place."""
+        """Return new batch counters of 0 by name, for norms that keep their own forward.
+
+        torch.func refuses to change the module's in place.
+        """
         return {name: torch.zeros((), dtype=torch.long) for name in self._counters}
 
     def _functional_norm(
@@ -166,7 +169,12 @@ class Net:
     ) -> Tensor | None:
         """Run a functional norm by the options of the pass, if it got a layer's statistics.
 
-        None is returned if it did not.
+        None is returned if its running mean is no tensor of a norm layer.
+
+        Args:
+            function: One of `FUNCTIONAL_NORMS`, which the forward calls.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
         """
         arguments = norm_arguments(function, args, kwargs)
         for name, layer in self._norms.items():
@@ -178,7 +186,10 @@ class Net:
         return None
 
     def _constants_for(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the constants on the device and in the dtype of the weights."""
+        """Return the net's constants, by name, on the device and in the dtype of the weights.
+
+        The first weight of real numbers counts. Integers keep their dtype. Results are cached.
+        """
         reference = next((value for value in weights.values() if value.is_floating_point()), None)
         if reference is None:
             return self._constants

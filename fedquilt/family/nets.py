@@ -33,20 +33,23 @@ class Nets(nn.Module, Variants):
 
     @property
     def lead(self) -> tuple[str, ...]:
-        """Return the prefix of the names of each net's weights."""
+        """Return the prefix of the weights' names for each net: its name and a dot."""
         return tuple(f"{name}." for name in self._modules)
 
     def net(self, variant: str) -> nn.Module:
-        """Return the user's module of a variant."""
+        """Return the user's module that a variant names: `WHOLE`, or the name of a net."""
         return self.get_submodule(self._first if variant == WHOLE else variant)
 
     def choose(self, variant: str) -> None:
-        """Make `forward` run this net from now on."""
+        """Make `forward` run the net that `variant` names from now on."""
         self._chosen = self._first if variant == WHOLE else variant
         assert self._chosen in self._modules, f"{variant!r} is none of {', '.join(self._modules)}"
 
     def holding(self, variant: str) -> Nets:
-        """Return a module that has only the nets of a variant, so that no other net is copied."""
+        """Return a module that has only the nets of a variant, so that no other net is copied.
+
+        The nets are shared with this module. Of several joined variants, the first runs.
+        """
         names = [self._first if name == WHOLE else name for name in members_of(variant)]
         subset = Nets(
             {name: self.get_submodule(name) for name in self._modules if name in names}, self._first
@@ -63,5 +66,5 @@ class Nets(nn.Module, Variants):
         return self.get_submodule(self._chosen)
 
     def exportable(self) -> nn.Module:
-        """Return the chosen net."""
+        """Return the chosen net, which torch.export can record as it is."""
         return self.extract()

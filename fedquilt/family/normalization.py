@@ -44,7 +44,9 @@ class PassState:
 def in_float32(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert the arguments of a layer from bf16 where that is needed, as a forward hook.
+    """Convert bf16 arguments of a norm layer to float32 where it could not use them.
+
+    It is a forward pre-hook with keyword arguments, and returns the new arguments.
 
     Args:
         layer: The layer.
@@ -55,7 +57,9 @@ def in_float32(
 
 
 def _widened(value: Any) -> Any:
-    """Convert bf16 values to float32 if a norm could not use them.
+    """Convert a bf16 tensor to float32 if it is on a CPU or belongs to a stack of clients.
+
+    All other values are returned as they are.
 
     Autocast passes bf16 inputs to batch norms, and on a CPU to all norms. Stacks of clients cannot
     mix them with float32 weights.
@@ -131,7 +135,12 @@ def run_own_forward(
 
 
 def _by_hand(layer: _NormBase, name: str) -> TrainingError:
-    """Return the error for a norm layer that calls no functional norm."""
+    """Return the error for a user's norm layer whose forward calls no functional norm.
+
+    Args:
+        layer: The layer.
+        name: Name of the layer in its net.
+    """
     return TrainingError(
         f"norm layer {name!r} is a {type(layer).__name__}, whose forward normalizes by hand, so "
         "that no norm policy can choose its statistics. Let it call super().forward, F.batch_norm "
@@ -194,7 +203,10 @@ FUNCTIONAL_NORMS: dict[Any, tuple[str, ...]] = {
 
 
 def norm_arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a functional norm by name. `alone` is True for an instance norm.
+    """Return the arguments of a functional norm by name, with defaults for those left out.
+
+    `alone` is added, which is True for an instance norm. `training` is True if the function uses
+    the statistics of its input, whatever the function calls that argument.
 
     Args:
         function: One of `FUNCTIONAL_NORMS`.
@@ -225,6 +237,8 @@ def run_functional_norm(
 ) -> Tensor:
     """Run a functional norm on a layer's statistics by the options of the pass.
 
+    The stored statistics do not change. New ones are added to `state.statistics`.
+
     Args:
         arguments: Arguments of the function, as `norm_arguments` returns them.
         layer: The layer that the statistics belong to.
@@ -247,7 +261,19 @@ def run_functional_norm(
 
 
 def _normalized(inputs: Tensor, norm: _NormCall, state: PassState) -> Tensor:
-    """Run a norm whose statistics are inputs, or are measured and returned."""
+    """Return the outputs of a norm, by the options of the pass.
+
+    Stored statistics are used if the pass asks for them, or if the norm is frozen in training. All
+    other passes use the batch's. If they track or measure statistics, these are added to `state`.
+
+    Args:
+        inputs: (sample, channel, …)
+        norm: The norm's statistics, weights and settings.
+        state: State of the pass, which takes new statistics.
+
+    Raises:
+        TrainingError: The norm is frozen, and no statistics are stored.
+    """
     if norm.mean is not None:
         frozen = state.mode.train and not norm.live
         if frozen and norm.mean.is_meta:
@@ -269,7 +295,20 @@ def _normalized(inputs: Tensor, norm: _NormCall, state: PassState) -> Tensor:
 
 
 def _store_statistics(mean: Tensor, var: Tensor, norm: _NormCall, state: PassState) -> None:
-    """Store new running values, or the mean over the pass's calls of what a norm measured."""
+    """Add new statistics of a norm to the state of the pass.
+
+    A pass that tracks gets running values: stored and new ones, mixed by the norm's momentum. A
+    pass that measures gets the mean over all calls of this norm in the pass.
+
+    Args:
+        mean: (channel,) Mean of this call's inputs.
+        var: (channel,) Unbiased variance of this call's inputs.
+        norm: The norm, with its stored statistics.
+        state: State of the pass, which is changed.
+
+    Raises:
+        TrainingError: Running values are asked for, and the norm has no momentum.
+    """
     state.calls[norm.name] += 1
     tracks = state.mode.statistics == "track"
     if tracks and norm.momentum is None:
@@ -288,12 +327,19 @@ def _store_statistics(mean: Tensor, var: Tensor, norm: _NormCall, state: PassSta
 
 
 def weight_prefix(name: str) -> str:
-    """Return the prefix of the names of a layer's weights. It is "" for the module itself."""
+    """Return the prefix of the names of a layer's weights: the layer's name and a dot.
+
+    It is "" for the module itself, whose name is empty.
+    """
     return f"{name}." if name else ""
 
 
 def _measured(inputs: Tensor, norm: _NormCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a norm's outputs, and the mean and the unbiased variance (channel,) of its inputs."""
+    """Return a norm's outputs, and the mean and the unbiased variance (channel,) of its inputs.
+
+    The norm uses the batch's statistics. For an instance norm, mean and variance are those of each
+    sample, averaged over samples. Mean and variance have no gradients.
+    """
     if norm.alone:
         var, mean = torch.var_mean(inputs.detach(), list(range(2, inputs.dim())), correction=1)
         return _each_by_itself(inputs, norm), mean.mean(0), var.mean(0)
@@ -309,7 +355,10 @@ def _measured(inputs: Tensor, norm: _NormCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _each_by_itself(inputs: Tensor, norm: _NormCall) -> Tensor:
-    """Compute an instance norm, as a batch norm of one sample with the channels of all samples."""
+    """Compute an instance norm of inputs (sample, channel, …), with the norm's weight and bias.
+
+    It is computed as a batch norm of one sample that has the channels of all samples.
+    """
     normalized = _by_batch(inputs.flatten(0, 1).unsqueeze(0), None, None, norm.eps).reshape(
         inputs.shape
     )
@@ -324,6 +373,15 @@ def _by_batch(inputs: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
     """Compute a batch norm on the batch's statistics.
 
     F.batch_norm needs memory formats, which stacks of clients do not have.
+
+    Args:
+        inputs: (sample, channel, …)
+        weight: (channel,), scale after the norm. None: 1.
+        bias: (channel,), shift after the norm. None: 0.
+        eps: Number that is added to the variance.
+
+    Raises:
+        ValueError: There is one value per channel only.
     """
     if inputs.numel() == inputs.shape[1]:
         raise _too_few(inputs)

@@ -70,7 +70,7 @@ class NormPolicy:
 
     @property
     def fingerprint(self) -> str:
-        """Return the name, with the values of fields that differ from their defaults."""
+        """Return the name and the fields that differ from their defaults: `post(affine=local)`."""
         values = {setting.name: getattr(self, setting.name) for setting in fields(self)}
         changed = [
             setting.name for setting in fields(self) if values[setting.name] != setting.default
@@ -117,7 +117,7 @@ class NormPolicy:
 
     @property
     def keeps_statistics(self) -> bool:
-        """Return True if each client keeps the statistics that it tracked."""
+        """Return True if each client keeps the statistics that it tracked, and sends none."""
         return self.tracks and self.personal
 
     @property
@@ -126,19 +126,31 @@ class NormPolicy:
         return self.owner == "client" or self.affine == "local"
 
     def kept(self, model: Norms) -> frozenset[str]:
-        """Return the names of the weights of `model` that a client neither sends nor receives."""
+        """Return the names of the weights of `model` that a client neither sends nor receives.
+
+        They are tracked statistics if clients keep them, and the norms' weights and biases if
+        `affine` is "local".
+        """
         statistics = frozenset(model.statistics)
         affine = frozenset(model.parts.get("norm", ())) - statistics
         kept_statistics = statistics if self.keeps_statistics else frozenset()
         return kept_statistics | affine if self.affine == "local" else kept_statistics
 
     def training_pass(self, scaler: bool = False) -> Pass:
-        """Return the options of a training step. `scaler` is HeteroFL's. False has no effect."""
+        """Return the options of a training step's forward pass.
+
+        Args:
+            scaler: True: outputs are divided by the client's share (HeteroFL). False has no effect.
+        """
         return Pass(train=True, statistics="track" if self.tracks else "batch", scaler=scaler)
 
     @property
     def evaluation_pass(self) -> Pass:
-        """Return the options of a forward pass in evaluation."""
+        """Return the options of a forward pass in evaluation.
+
+        Norms use the batch's statistics if `statistics` is "batch", and stored ones in all other
+        cases.
+        """
         return Pass(train=False, statistics="batch" if self.statistics == "batch" else "stored")
 
     @property
@@ -149,13 +161,16 @@ class NormPolicy:
     def deployed(self) -> NormPolicy:
         """Return the policy of a deployed model if none is requested.
 
-        If no statistics are stored, they are measured, because a device may have one sample at a
-        time.
+        It is this policy if it stores statistics. If not, statistics are measured on the training
+        samples of all clients, because a device may have one sample at a time.
         """
         return self if self.stores else MeasuredOnAll()
 
     def localized(self) -> NormPolicy:
-        """Return the policy under which clients keep all weights of norms, as in FedBN."""
+        """Return a copy of the policy with local affine weights, as in FedBN.
+
+        Clients then keep all weights of norms.
+        """
         return replace(self, affine="local")
 
 
@@ -221,7 +236,9 @@ NORM_POLICIES: dict[str, type[NormPolicy]] = {
 
 
 def norm_policy(policy: NormPolicy | str) -> NormPolicy:
-    """Return a norm policy by its name or as `file.py:Class`. A policy is returned as it is.
+    """Return a norm policy by its name, or of a class `file.py:Class` or `package.module:Class`.
+
+    The class is called without arguments. A policy is returned as it is.
 
     Raises:
         ConfigError: There is no such policy. The message begins with the value of `policy`.

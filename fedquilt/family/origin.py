@@ -53,7 +53,10 @@ def as_factory(module: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.M
 
 
 def _check_factory(factory: object) -> None:
-    """Refuse an object that is neither a module nor a function without arguments."""
+    """Refuse an object that cannot be called without arguments, by a TraceError.
+
+    Functions without a signature are accepted.
+    """
     if not callable(factory):
         raise TraceError(
             f"{type(factory).__name__} {factory!r} was given to be traced; a module is needed, or "
@@ -78,9 +81,10 @@ def _check_factory(factory: object) -> None:
 
 
 def make_module(factory: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """Return the module that a function makes with a random seed. torch's generator is restored.
+    """Return the module that a function makes after torch's generator was set to a seed.
 
-    Weights that are neither trained nor cut are those of seed 0, in every run and process.
+    The generator's state is restored afterwards. Families trace the module of seed 0. Weights that
+    are neither trained nor cut are that module's in every run and process.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -92,7 +96,7 @@ def _itself(module: nn.Module) -> nn.Module:
 
 
 def make_net(factory: Callable[[], nn.Module], variant: str) -> nn.Module:
-    """Make the nets of a union, and return one of them."""
+    """Make all nets of a union by its factory, and return the one that `variant` names."""
     nets = factory()
     assert isinstance(nets, Nets), "the factory of a union makes its nets"
     return nets.net(variant)

@@ -76,13 +76,22 @@ def mixes_samples(family: Family) -> bool:
 
 
 def _plain_state(family: Family) -> dict[str, Tensor]:
-    """Return the tensors of the traced module on the CPU, with real numbers in float32."""
+    """Return copies of all weights and buffers of the traced module, by name.
+
+    They are on the CPU, with real numbers in float32.
+    """
     state = family.traced_state(tuple(family.layout.dims))
     return {name: plain(value) for name, value in state.items()}
 
 
 def _run_whole(family: Family, state: Weights, inputs: Tensor) -> Tensor:
-    """Run the whole model in evaluation, on stored norm statistics."""
+    """Return the whole model's outputs in evaluation, on stored norm statistics.
+
+    Args:
+        family: The family.
+        state: Weights and statistics of the whole model, by name.
+        inputs: (sample, …)
+    """
     with torch.no_grad():
         outputs, _ = family.member(family.whole).net(state, inputs, Pass(statistics="stored"))
     return outputs
@@ -122,8 +131,13 @@ def find_hidden_state(
 
 
 def _is_close(first: Tensor, second: Tensor, rounding: float = 0.0) -> bool:
-    """Return True if two tensors are equal up to rounding, relative to their values.
+    """Return True if two tensors of one shape are equal up to rounding. NaNs are equal.
 
     Sums on several threads may differ by rounding.
+
+    Args:
+        first: A tensor.
+        second: The other tensor.
+        rounding: Largest relative difference. A hundredth of it is the largest absolute one.
     """
     return torch.allclose(first.float(), second.float(), rounding, rounding / 100, equal_nan=True)

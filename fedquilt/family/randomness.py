@@ -60,11 +60,11 @@ class SeededRandomness(TorchFunctionMode):
 
     @property
     def silent(self) -> bool:
-        """Return True if no random numbers may be rng."""
+        """Return True if the context has no key, so that no random numbers may be drawn."""
         return self._key is None
 
     def next_key(self) -> Tensor:
-        """Return the key of the next draw.
+        """Return the key of the next draw. It depends on the context's key and on earlier draws.
 
         Raises:
             TrainingError: The context has no key.
@@ -105,7 +105,16 @@ def _drop(
     training: bool,
     shape: torch.Size | tuple[int, ...],
 ) -> Tensor:
-    """Drop entries with probability `p`. The mask has `shape`, which broadcasts to the input's."""
+    """Set entries to 0 with probability `p`, and divide all others by 1 - p.
+
+    Args:
+        rng: Context that draws the random numbers.
+        input: The input, which does not change.
+        p: Probability. 0 has no effect and draws nothing.
+        training: False: the input is returned as it is, and nothing is drawn.
+        shape: Shape of the mask, which broadcasts to the input's. Entries that share a number of
+            the mask are dropped together.
+    """
     if not training or p == 0:
         return input
     if p == 1:
@@ -148,14 +157,15 @@ def _attention(  # noqa: PLR0913  The signature is torch's.
 
 
 def pool_layer(layer: nn.AdaptiveAvgPool2d, input: Tensor) -> Tensor:
-    """Run a pooling layer, with the replacement for pooling to one value."""
+    """Run a pooling layer on `input` as `_pool` does, which takes a mean to pool to one value."""
     return _pool(None, input, layer.output_size)
 
 
 def _pool(rng: SeededRandomness | None, input: Tensor, output_size: Any) -> Tensor:
-    """Pool adaptively. Pooling to one value is computed as a mean.
+    """Run `F.adaptive_avg_pool2d`, but compute pooling to one value as a mean.
 
-    torch changes the strides of its result in place, which stacks of clients do not support.
+    For one value torch changes the strides of its result in place, which stacks of clients do not
+    support. `rng` has no effect. It is there because all replacements of functions get it.
     """
     if output_size in (1, (1, 1), [1, 1]):
         return input.mean((-2, -1), keepdim=True)
@@ -216,7 +226,14 @@ def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _refuse(name: str, function: Any) -> Callable[..., Any]:
-    """Return a replacement that refuses a random function in training."""
+    """Return a replacement for a random function, which raises a TrainingError in training.
+
+    Outside of training, where the context has no key, the replacement calls the function.
+
+    Args:
+        name: Name of the function, for the message.
+        function: The function.
+    """
 
     def refused(rng: SeededRandomness, *args: Any, **kwargs: Any) -> Any:
         if rng.silent:  # Outside of training these functions draw nothing.
@@ -232,7 +249,12 @@ def _refuse(name: str, function: Any) -> Callable[..., Any]:
 def _layered(name: str, function: Any) -> Callable[..., Any]:
     """Return a replacement for a recurrent function of torch that runs layer by layer.
 
-    One call for all layers would draw the dropout between them by torch.
+    One call for all layers would draw the dropout between them by torch. Without dropout the
+    replacement calls the function once. Packed sequences with dropout are refused.
+
+    Args:
+        name: Name of the function, for messages.
+        function: The function, such as torch.lstm.
     """
 
     def layered(rng: SeededRandomness, *args: Any) -> Any:

@@ -40,8 +40,8 @@ class RecurrentCall:
     ) -> RecurrentCall | None:
         """Return the call if it has more time steps than are needed to count it, else None.
 
-        A packed sequence has batch sizes where others have the hidden state, and its weights come
-        later. None is returned for it.
+        None is returned for functions that are not recurrent, and for packed sequences. These have
+        batch sizes where others have the hidden state, and their weights come later.
 
         Args:
             function: Function or ATen operation that is called.
@@ -67,21 +67,21 @@ class RecurrentCall:
 
     @property
     def storages(self) -> dict[int, Any]:
-        """Return the memory of all tensors among the arguments, by its address."""
+        """Return the storages of all tensors among the arguments, by their addresses."""
         tensors = [leaf for leaf in tree_leaves(self.args) if isinstance(leaf, Tensor)]
         return {
             storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)
         }
 
     def run(self, num_steps: int) -> tuple[Tensor, ...]:
-        """Run the layer on the first time steps, and return outputs and hidden states."""
+        """Return outputs and hidden states of the layer on the first `num_steps` time steps."""
         results: tuple[Tensor, ...] = self.function(
             self.args[0].narrow(self._time, 0, num_steps), *self.args[1:]
         )
         return results
 
     def lengthened(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return results of a shorter run with outputs for all time steps.
+        """Return the results of a shorter run with outputs for all time steps of this call.
 
         Hidden states do not depend on the length. Outputs are in memory with the time first, as
         torch has them. Their values are repeated, because they do not matter.

@@ -20,7 +20,7 @@ Rows = tuple[Positions | None, ...]
 
 
 def kept_rows(dims: Dims, index: Mapping[str, Positions], sizes: Mapping[str, int]) -> Rows:
-    """Return the rows that a cut keeps of each dimension of a weight.
+    """Return the rows that a cut keeps of each dimension of a weight, None if it keeps all.
 
     Args:
         dims: Dimensions of the weight as expressions of axes.
@@ -35,7 +35,7 @@ def kept_rows(dims: Dims, index: Mapping[str, Positions], sizes: Mapping[str, in
 
 
 def take(weight: Tensor, cut: Rows, lead: int = 0) -> Tensor:
-    """Return the rows of a weight that a cut keeps. It is a view if the rows are neighbours.
+    """Return the entries of a weight that a cut keeps. It is a view if the rows are neighbours.
 
     Args:
         weight: The weight.
@@ -57,7 +57,11 @@ def take(weight: Tensor, cut: Rows, lead: int = 0) -> Tensor:
 
 
 def blocks(cut: Rows) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield the rectangles that a cut consists of, as slices of the whole and of the part."""
+    """Yield the rectangles that a cut consists of, one for each combination of runs of rows.
+
+    Each is a pair: its slices of the whole weight, and its slices of the tensor that is cut out.
+    Both have a slice for every dimension.
+    """
     spans: list[list[tuple[slice, slice]]] = []
     for positions in cut:
         offset, span = 0, []
@@ -70,12 +74,12 @@ def blocks(cut: Rows) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
 
 
 def is_whole(cut: Rows) -> bool:
-    """Return True if a cut keeps everything."""
+    """Return True if a cut keeps every row of every dimension, in the same order."""
     return all(positions is None for positions in cut)
 
 
 def is_blocky(cut: Rows) -> bool:
-    """Return True if a cut has so few rectangles that slices are fast."""
+    """Return True if a cut has at most `MAX_SLICES` rectangles, so that slices are fast."""
     count = 1
     for positions in cut:
         count *= len(positions.runs) if positions is not None else 1
@@ -83,7 +87,7 @@ def is_blocky(cut: Rows) -> bool:
 
 
 def inside(cut: Rows, shape: Sequence[int]) -> Tensor:
-    """Return a mask of a weight's shape that is True where a cut keeps an entry."""
+    """Return a mask on the CPU that is True where a cut keeps an entry. `shape` is the weight's."""
     mask = torch.ones(tuple(shape), dtype=torch.bool)
     for dim, positions in enumerate(cut):
         if positions is not None:
@@ -94,6 +98,8 @@ def inside(cut: Rows, shape: Sequence[int]) -> Tensor:
 
 def grid(cut: Rows, shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
     """Return a cut as index tensors, which are faster than slices for sets with many runs.
+
+    There is one for each dimension, and `whole[grid(…)]` is the cut.
 
     Args:
         cut: Rows to keep of each dimension.

@@ -71,7 +71,15 @@ class Scaled:
 
 
 def _outputs(layer: nn.Module, prefix: str, dims: dict[str, tuple[Expr, ...]]) -> Iterator[Expr]:
-    """Yield the dimensions of a layer's weight that are its outputs."""
+    """Yield the dimensions of a layer's weight that are its outputs, as expressions of axes.
+
+    Layers that the scaler leaves alone, such as norms, have none.
+
+    Args:
+        layer: The layer.
+        prefix: Name of the layer with a dot, or "" for the module itself.
+        dims: Dimensions of all weights by name, aliases included.
+    """
     weight = next((dims[name] for name in _weights(prefix) if name in dims), None)
     if weight is None:
         return
@@ -89,5 +97,8 @@ def _outputs(layer: nn.Module, prefix: str, dims: dict[str, tuple[Expr, ...]]) -
 
 
 def _weights(prefix: str) -> tuple[str, ...]:
-    """Return the names that a layer's weight may have, with and without weight norm."""
+    """Return the names that a layer's weight may have, with and without weight norm.
+
+    `prefix` is the layer's name with a dot, or "" for the module itself.
+    """
     return f"{prefix}weight", f"{prefix}parametrizations.weight.original1", f"{prefix}weight_v"

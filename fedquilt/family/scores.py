@@ -64,7 +64,17 @@ def channel_scores(
 def _sums_by_position(
     values: Tensor, dims: Sequence[Expr], axis: str, sizes: Mapping[str, int]
 ) -> Tensor:
-    """Add up the entries of a weight that belong to each position of an axis, each entry once."""
+    """Add up the entries of a weight that belong to each position of an axis, each entry once.
+
+    Args:
+        values: Entries of the weight, or powers of them.
+        dims: Dimensions of the weight as expressions of axes.
+        axis: Name of the axis, which at least one dimension has.
+        sizes: Size of every axis in the weight.
+
+    Returns:
+        (position,) Sums on the device of `values`.
+    """
     carrying = [number for number, dim in enumerate(dims) if axis in axes_in(dim)]
     remaining = [number for number in range(len(dims)) if number not in carrying]
     values = values.sum(remaining) if remaining else values
@@ -87,11 +97,15 @@ def _sums_by_position(
 
 
 def _masked_sums(values: Tensor, masks: Sequence[Tensor]) -> Tensor:
-    """Sum values over all dimensions for each position.
+    """Return for each position the sum of the values whose rows its masks select.
 
     Args:
         values: (row of dimension 1, row of dimension 2, …)
-        masks: (position, row) for the first dimensions. Later ones are summed as they are.
+        masks: (position, row) of 0 and 1 for each of the first dimensions. A value counts if all
+            masks are 1 at its rows. Later dimensions are summed completely.
+
+    Returns:
+        (position,) Sums.
     """
     values = (
         values.sum(tuple(range(len(masks), values.dim()))) if values.dim() > len(masks) else values
@@ -104,6 +118,11 @@ def _masked_sums(values: Tensor, masks: Sequence[Tensor]) -> Tensor:
 
 def _owners(expr: Expr, axis: str, sizes: Mapping[str, int]) -> Tensor:
     """Return the positions of an axis that each row of a dimension belongs to.
+
+    Args:
+        expr: Expression of the dimension.
+        axis: Name of the axis. It may occur several times in the expression.
+        sizes: Size of every axis.
 
     Returns:
         (row, occurrence of the axis), with -1 where a row belongs to none.

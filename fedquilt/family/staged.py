@@ -30,7 +30,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {}
 
 
 def stage_name(stage: int) -> str:
-    """Return the name of the variant that runs the stages 1 to `stage`."""
+    """Return the name of the variant that runs the blocks 1 to `stage`, such as "stage2"."""
     return f"stage{stage}"
 
 
@@ -117,7 +117,7 @@ class Grown(Variants):
         return tuple(stage_name(s) for s in range(1, len(self._stage_plan.stages) + 1))
 
     def choose(self, variant: str) -> None:
-        """Make `forward` run this stage from now on."""
+        """Make `forward` run this stage from now on. `WHOLE` is the whole model."""
         assert variant in (WHOLE, *self.variants), f"{variant!r} is none of {self.variants}"
         self._chosen_variant = variant
 
@@ -126,7 +126,7 @@ class Grown(Variants):
 
         The whole model is a module of the user's class, which has the layers of this one. An
         earlier stage is this module without the weights of the other stages, so that its weights
-        keep their names.
+        keep their names. This module is changed in place, and must not be used afterwards.
         """
         module = cast(nn.Module, self)
         stage = self._stage
@@ -141,7 +141,8 @@ class Grown(Variants):
     def exportable(self) -> nn.Module:
         """Return the chosen stage as a module that torch.export can record.
 
-        No exception ends its forward.
+        No exception ends its forward. A stage that ends inside of the user's forward becomes an
+        nn.Sequential of the same layers and its head. In all other cases it is this module.
 
         Raises:
             ExportError: `forward` does more than call modules in turn until the stage ends.
@@ -186,7 +187,12 @@ class Grown(Variants):
         return parts
 
     def _used(self, stage: int, runs: Mapping[str, Run]) -> set[str]:
-        """Return the names of the weights that E_1..E_s use."""
+        """Return the names of the weights and buffers that E_1..E_s read.
+
+        Args:
+            stage: Number s of the last block, counted from 1.
+            runs: A recorded run of every variant.
+        """
         if stage <= len(self._stage_plan.stages):
             calls = runs[stage_name(stage)].calls
         else:
@@ -205,11 +211,15 @@ class Grown(Variants):
 
     @property
     def _head(self) -> nn.Module:
-        """Return the head of the chosen stage."""
+        """Return the temporary head of the chosen stage, which must not be the whole model."""
         return cast(nn.ModuleDict, cast(nn.Module, self)._modules[HEADS])[self._chosen_variant]
 
     def _drop_others(self, stage: Stage) -> None:
-        """Set weights and buffers to None that a stage does not use, and drop the other heads."""
+        """Set weights and buffers to None that a stage does not use, and drop the other heads.
+
+        The module is changed in place. `stage` must be the chosen one. Buffers of a layer stay if
+        the stage uses any tensor of that layer.
+        """
         module = cast(nn.Module, self)
         if HEADS in module._modules:
             module._modules[HEADS] = nn.ModuleDict({self._chosen_variant: self._head})
@@ -282,17 +292,26 @@ class StageEnd(Exception):  # noqa: N818  # it is no error
 
 
 def _stop(layer: nn.Module, _: Any, output: Any) -> None:
-    """Stop a forward with the output of a layer."""
+    """Raise a `StageEnd` with the output of a layer, as a forward hook that stops the forward."""
     raise StageEnd(layer, output)
 
 
 def _features(
     layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """Return the output of a layer within a forward, which stops there.
+    """Run a forward until a layer inside of it ends, and return the output of that layer.
 
     The hook is registered for this call alone, so that it runs after all others. An earlier hook,
     such as the scaler's, may change the output.
+
+    Args:
+        layer: Layer that ends the stage.
+        forward: Forward of the user's class.
+        args: Arguments of the forward.
+        kwargs: Keyword arguments of the forward.
+
+    Raises:
+        TraceError: The forward ended without running the layer.
     """
     handle = layer.register_forward_hook(_stop)
     try:
@@ -311,12 +330,19 @@ def _features(
 
 
 def _own(tensors: Mapping[str, Tensor | None]) -> list[Tensor]:
-    """Return the tensors of a layer's table that are not None."""
+    """Return the tensors of a layer's `_parameters` or `_buffers` that are not None."""
     return [tensor for tensor in tensors.values() if tensor is not None]
 
 
 def staged_class(mixin: type[Grown], kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of modules in stages for a user's class. It has the user's name."""
+    """Return the class of modules in stages for a user's class, which is one of its bases.
+
+    It has the name of the user's class. Equal arguments give the same class.
+
+    Args:
+        mixin: First base: `CutStages` or `OwnStages`.
+        kind: The user's class, the second base.
+    """
     if (mixin, kind) not in _CLASSES:
         names = {
             "__module__": kind.__module__,
@@ -329,14 +355,15 @@ def staged_class(mixin: type[Grown], kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def user_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that a class in stages was made from."""
+    """Return the user's class that `staged_class` made a class in stages from."""
     return cast(type[nn.Module], kind.__bases__[1])
 
 
 def _as(kind: type[nn.Module], module: nn.Module) -> nn.Module:
-    """Return an object of another class with the attributes of a module.
+    """Return an object of class `kind` that shares all attributes and layers with a module.
 
-    Python refuses `module.__class__ = kind` for classes with two bases.
+    A change of one is a change of the other. Python refuses `module.__class__ = kind` for classes
+    with two bases.
     """
     converted = object.__new__(kind)
     converted.__dict__ = module.__dict__
@@ -344,6 +371,12 @@ def _as(kind: type[nn.Module], module: nn.Module) -> nn.Module:
 
 
 def _new(mixin: type[Grown], kind: type[nn.Module], *args: Any) -> nn.Module:
-    """Return an empty module in stages, for unpickling."""
+    """Return a module in stages without attributes, which unpickling and copying fill.
+
+    Args:
+        mixin: `CutStages` or `OwnStages`.
+        kind: The user's class.
+        *args: Arguments of the class's `__new__`.
+    """
     staged = staged_class(mixin, kind)
     return cast(nn.Module, cast(Any, staged).__new__(staged, *args))

@@ -111,7 +111,10 @@ class StageSource(VariantSource):
     def resolve(
         self, example_inputs: tuple[Any, ...], class_dim: int | None = None
     ) -> nn.Module | Callable[[], nn.Module]:
-        """Return the module in stages, or a function that makes it."""
+        """Return the module in stages, or a function that makes it if `module` is a function.
+
+        Running the module on the example gives the plan. The arguments are those of `make_plan`.
+        """
         if isinstance(self.module, nn.Module):
             plan = make_plan(self.module, example_inputs, self.stages, class_dim)
             with torch.random.fork_rng(devices=[]):
@@ -124,7 +127,7 @@ class StageSource(VariantSource):
 
 
 def _make(factory: Callable[[], nn.Module], plan: Plan) -> nn.Module:
-    """Make a module in stages.
+    """Make a module by a user's function, and return it in the stages of a plan.
 
     Heads are drawn after the module's own weights, which therefore do not change.
     """
@@ -199,9 +202,10 @@ def declaration(module: nn.Module, name: str | None) -> tuple[str, ...] | int:
 
 
 def growths_of(module: nn.Module) -> dict[str, tuple[str, ...] | int]:
-    """Return the growths that a module declares, by name, with the default first.
+    """Return the growths that a module declares by `stage_ends`, by name, with the default first.
 
-    A growth without a name has the name "".
+    A growth is the names of the modules that end stages, or the number of stages that the module
+    runs itself. A growth without a name has the name "". It is empty if none are declared.
     """
     declared = getattr(module, DECLARATION, None)
     if declared is None:
@@ -217,7 +221,7 @@ def growths_of(module: nn.Module) -> dict[str, tuple[str, ...] | int]:
 
 
 def usual_stages(module: nn.Module, inputs: tuple[Any, ...]) -> int | None:
-    """Return the stages of a module if none are requested.
+    """Return the stages that a module gets if none are requested, as a request of `with_stages`.
 
     None stands for the stages that the module declares. For other modules it is the paper's S = 4,
     or the number of cut points if that is smaller.
@@ -241,7 +245,9 @@ class StageSize:
 def stage_sizes(
     module: nn.Module, inputs: tuple[Any, ...], stages: int | str | tuple[str, ...] | None = None
 ) -> list[StageSize]:
-    """Count the parameters of each stage of a module, including the last.
+    """Count the parameters of each stage of a module, including the last, in order.
+
+    A parameter counts for the first stage that uses it.
 
     Args:
         module: The user's module, which does not change.
@@ -274,6 +280,9 @@ def _checked(module: nn.Module, run: Run, ends: Sequence[str], declared: bool) -
         run: Its run in evaluation.
         ends: Names of the modules that end the stages.
         declared: True: the module declares them, and may let later layers read earlier results.
+
+    Raises:
+        TraceError: A name is unknown, nested in another or out of order, or cannot end a stage.
     """
     kind = type(module).__name__
     paths = [path for path, _ in module.named_modules() if path]
@@ -313,7 +322,18 @@ def _checked(module: nn.Module, run: Run, ends: Sequence[str], declared: bool) -
 
 
 def _check_cut(kind: str, run: Run, reads: Reads, visit: Visit, declared: bool) -> None:
-    """Refuse a module whose output cannot end a stage."""
+    """Refuse a module whose output cannot end a stage, by a TraceError.
+
+    It must return one tensor that depends on the inputs. Later operations must read no earlier
+    result besides it.
+
+    Args:
+        kind: Name of the user's class, for messages.
+        run: The run of the user's module.
+        reads: Results that the operations of the run read.
+        visit: Execution of the module that ends the stage.
+        declared: True: later operations may read earlier results.
+    """
     request = f"a stage of {kind} that ends with {visit.path!r} was asked for"
     if not isinstance(visit.output, Value):
         raise TraceError(f"{request}; that module does not return one tensor. {_what_works(run)}")
@@ -330,7 +350,7 @@ def _check_cut(kind: str, run: Run, reads: Reads, visit: Visit, declared: bool) 
 
 
 def _what_works(run: Run) -> str:
-    """Return a sentence with the modules that can end stages."""
+    """Return a sentence that lists the modules of a run that can end stages, for a message."""
     cuts = find_cuts(run)
     names = [cut.name for cut in candidates(cuts) or cuts]
     if not names:
@@ -342,7 +362,11 @@ def _what_works(run: Run) -> str:
 
 
 def _proposed(module: nn.Module, run: Run, count: int) -> tuple[str, ...]:
-    """Return the names of modules that end `count` stages."""
+    """Propose `count` stages, the last included, and return the names of the modules that end them.
+
+    Raises:
+        TraceError: The module returns more than one tensor, or has fewer places to end a stage.
+    """
     if not isinstance(run.output, Value):
         raise TraceError(f"{type(module).__name__} does not return one tensor.")
     cuts = find_cuts(run)
@@ -364,7 +388,11 @@ def _proposed(module: nn.Module, run: Run, count: int) -> tuple[str, ...]:
 
 
 def _names(cuts: Sequence[CutPoint]) -> tuple[str, ...]:
-    """Return the outermost name of each cut that contains no other cut."""
+    """Return one module name for each cut, in order.
+
+    A cut may have several names, because an outer module may end with an inner one. The outermost
+    name that contains no other cut is chosen.
+    """
     names = []
     for cut in cuts:
         inner_paths = [path for inner in cuts if inner is not cut for path in inner.paths]
@@ -381,7 +409,13 @@ def _names(cuts: Sequence[CutPoint]) -> tuple[str, ...]:
 
 
 def _own_plan(module: nn.Module, inputs: tuple[Any, ...], count: int) -> Plan:
-    """Plan the stages that a module runs itself."""
+    """Plan the stages that a module runs itself by `forward_stage`, by running each of them.
+
+    `count` is the number of stages that it declares, the last one included.
+
+    Raises:
+        TraceError: It has no `forward_stage`, or a stage's output has another shape than forward's.
+    """
     kind = type(module).__name__
     if count < 1:
         raise TraceError(f"{kind} declares {count} stages; a number from 1 on would work.")
@@ -409,7 +443,17 @@ def _own_plan(module: nn.Module, inputs: tuple[Any, ...], count: int) -> Plan:
 
 
 def _cut_plan(module: nn.Module, traced: Traced, visits: Sequence[Visit]) -> Plan:
-    """Plan stages that end with modules of the forward."""
+    """Plan stages that end inside of the forward, each with a temporary head.
+
+    Args:
+        module: The user's module.
+        traced: Its runs and its layout.
+        visits: Executions of the modules that end the stages, in order. The last one ends E_S,
+            which has the model's own head.
+
+    Raises:
+        TraceError: No head turns the features of a stage into the model's output.
+    """
     run = traced.runs[0]
     output: Value = run.output
     stages = []
@@ -426,7 +470,10 @@ def _cut_plan(module: nn.Module, traced: Traced, visits: Sequence[Visit]) -> Pla
 
 
 def _uses(runs: Sequence[Run], end: str) -> frozenset[str]:
-    """Return the names of the weights that all runs use until a module ends."""
+    """Return the names of the weights and buffers that any of the runs reads until a module ends.
+
+    `end` is the module's name, and "" is the whole module.
+    """
     names: set[str] = set()
     for run in runs:
         stop = next((visit.stop for visit in run.visits if visit.path == end), 0)
@@ -440,7 +487,9 @@ def _uses(runs: Sequence[Run], end: str) -> frozenset[str]:
 
 
 def _chain(runs: Sequence[Run], end: str) -> tuple[tuple[str, ...], str]:
-    """Return the modules that run one after another until a module ends.
+    """Return the names of the modules that run one after another until the module `end` ends.
+
+    `runs` are runs of the user's module in evaluation and in training.
 
     They equal a part of `forward` only if nothing happens between them, in evaluation and in
     training. If something does, an empty chain and a description of it are returned.
@@ -458,9 +507,14 @@ def _chain(runs: Sequence[Run], end: str) -> tuple[tuple[str, ...], str]:
 
 
 def _chain_in(run: Run, outer: Visit, end: str) -> tuple[tuple[str, ...], str]:
-    """Return the modules that run one after another inside a module until `end`.
+    """Return the names of the modules that run one after another inside `outer`, up to `end`.
 
     If something prevents that, an empty chain and a description of it are returned.
+
+    Args:
+        run: The run of the user's module.
+        outer: Execution of the module whose inner modules are followed.
+        end: Name of the module that ends the stage. It may be deeper inside.
     """
     chain: tuple[str, ...] = ()
     last = "the inputs"
@@ -488,6 +542,6 @@ def _chain_in(run: Run, outer: Visit, end: str) -> tuple[tuple[str, ...], str]:
 
 
 def _only_input(visit: Visit) -> Value | None:
-    """Return the input of a module if it is one tensor, else None."""
+    """Return the input of an executed module if it is one positional tensor, else None."""
     args, kwargs = visit.inputs
     return args[0] if len(args) == 1 and not kwargs and isinstance(args[0], Value) else None

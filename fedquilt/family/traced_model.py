@@ -79,7 +79,10 @@ class TracedModel:
 
     @cached_property
     def trainable(self) -> tuple[str, ...]:
-        """Return the names of the weights that training changes."""
+        """Return the names of the parameters that require gradients, tied ones once.
+
+        Running statistics of norms are not among them.
+        """
         names = {name for name, weight in self._module.named_parameters() if weight.requires_grad}
         return tuple(name for name in self.layout.dims if name in names)
 
@@ -91,7 +94,7 @@ class TracedModel:
 
     @cached_property
     def carried(self) -> tuple[str, ...]:
-        """Return the names of frozen weights and buffers that have axes.
+        """Return the names of frozen weights and constant buffers that have axes which can be cut.
 
         They are never trained, but must be cut with the trained weights.
         """
@@ -102,7 +105,10 @@ class TracedModel:
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """Return the buffers that are neither statistics nor cut."""
+        """Return copies of the weights that are neither trained, statistics nor cut, by name.
+
+        They are buffers, and frozen parameters without axes that can be cut.
+        """
         moving = {*self.trainable, *self.statistics, *self.carried}
         return self.traced_state([name for name in self.layout.dims if name not in moving])
 
@@ -124,7 +130,7 @@ class TracedModel:
         return frozenset(self.layout.ties.get(name, name) for name in names)
 
     def _cut_axes(self, name: str) -> set[str]:
-        """Return the axes of a weight that can be cut."""
+        """Return the names of a weight's axes that are not fixed."""
         axes = {axis for dim in self.layout.dims[name] for axis in axes_in(dim)}
         return {axis for axis in axes if not self.layout.axes[axis].fixed}
 
@@ -133,7 +139,10 @@ class TracedModel:
         return tensors_of(self._module, names)
 
     def holding(self, variant: str) -> nn.Module:
-        """Return the traced module with the layers of a variant, or a union with its nets alone."""
+        """Return a module that has the layers of a variant, shared with the traced module.
+
+        Of a union it has only the variant's nets. For all others it is the traced module itself.
+        """
         return self._module.holding(variant) if isinstance(self._module, Variants) else self._module
 
     # --- norms whose robustness can be chosen ----------------------------------------------------

@@ -107,6 +107,9 @@ def alone(
         family: Any family.
         nets: Sub-models of the family.
         states: Weights of each net, by name and without the scope.
+
+    Returns:
+        The family of the one architecture, its sub-models, and the states under the new names.
     """
     variants = {net.arch.variant for net in nets}
     if not family.layout.nets or len(variants) != 1 or JOIN in next(iter(variants)):
@@ -120,7 +123,15 @@ def alone(
 
 
 def _stripped(net: Submodel, prefix: str) -> Submodel:
-    """Return a sub-model without the prefix of its net."""
+    """Return the sub-model of one net of a union as a sub-model of that net's own family.
+
+    Axes lose the prefix, the variant becomes `WHOLE`, and the net is no longer among the parts that
+    are trained.
+
+    Args:
+        net: The sub-model, of one net.
+        prefix: Name of the net with a dot.
+    """
     widths = tuple((axis.removeprefix(prefix), width) for axis, width in net.arch.widths)
     index = Index({axis.removeprefix(prefix): positions for axis, positions in net.index.items()})
     trains = tuple(part for part in net.arch.trains if f"{part}." != prefix)
@@ -131,7 +142,12 @@ def _stripped(net: Submodel, prefix: str) -> Submodel:
 
 
 def _merged(layouts: Mapping[str, Layout]) -> Layout:
-    """Return the layout of all nets. Names of weights and axes begin with the net's name."""
+    """Return the layout of a union from the layouts of its nets, by name.
+
+    Names of weights, axes, ties and attributes begin with the net's name and a dot. The class axis
+    is shared. Each net is a variant, the first of them `WHOLE`, and a part of its own name. Other
+    parts of equal names are joined.
+    """
     axes: dict[str, Axis] = {}
     dims: dict[str, Dims] = {}
     ties: dict[str, str] = {}
@@ -171,7 +187,7 @@ def _merged(layouts: Mapping[str, Layout]) -> Layout:
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """Refuse names of nets that are missing, malformed, repeated or reserved."""
+    """Raise a TraceError if names of nets are missing, malformed, repeated or reserved."""
     if not names:
         raise TraceError(
             "a union of no nets was asked for; one or more traced models by name would work: "
@@ -201,7 +217,13 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _check_kinds(nets: Mapping[str, Family]) -> None:
-    """Refuse nets that are no traced models, or have variants themselves."""
+    """Refuse nets that are no traced models, or have variants themselves.
+
+    A net whose name is also the name of a part of some net is refused too.
+
+    Raises:
+        TraceError: There is such a net.
+    """
     for name, family in nets.items():
         if not isinstance(family, Family):
             raise TraceError(
@@ -226,7 +248,10 @@ def _check_kinds(nets: Mapping[str, Family]) -> None:
 
 
 def _check_shapes(nets: Mapping[str, Family]) -> None:
-    """Refuse nets that cannot be trained on the same samples."""
+    """Refuse nets that cannot be trained on the same samples, by a TraceError.
+
+    Inputs, outputs, the class dimension, and the kind of adjustable norms must be equal.
+    """
     _check_equal(nets, "inputs of shape", "Trace all of them on the same example", _inputs)
     _check_equal(nets, "outputs of shape", "Nets with equal numbers of classes fit", _outputs)
     remedy = "fq.trace(…, class_dim=…) names another dimension"
@@ -259,12 +284,12 @@ def _check_equal(
 
 
 def _told(value: object) -> str:
-    """Return a value as it is written in messages."""
+    """Return a value as text for messages. The items of a list are separated by spaces."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _inputs(family: Family) -> list[str]:
-    """Return the shapes and types of the example's inputs, without the batch."""
+    """Return the shape and type of each tensor of the example as text, without the batch."""
     return [
         f"{tuple(value.shape[1:])} {value.dtype}"
         for value in family.example_inputs
@@ -277,7 +302,10 @@ def _outputs(family: Family) -> tuple[int, ...]:
 
 
 def _check_weights(nets: Mapping[str, Family]) -> None:
-    """Refuse nets that share a weight, because each is trained, sent and cut separately."""
+    """Refuse nets that share a weight or buffer, by a TraceError.
+
+    Each net is trained, sent and cut separately.
+    """
     owners: dict[int, str] = {}
     for name, family in nets.items():
         for weight in (*family._module.parameters(), *family._module.buffers()):

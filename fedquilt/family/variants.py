@@ -36,7 +36,7 @@ class Variants(ABC):
 
     @abstractmethod
     def choose(self, variant: str) -> None:
-        """Make `forward` run this variant from now on."""
+        """Make `forward` run this variant from now on: `WHOLE`, or one of `variants`."""
 
     @abstractmethod
     def extract(self) -> nn.Module:
@@ -62,7 +62,10 @@ class Variants(ABC):
         return cast(nn.Module, self)
 
     def variant_parts(self, runs: Mapping[str, Run]) -> dict[str, tuple[str, ...]]:
-        """Return groups of weights by name, each of which a member may train alone.
+        """Return groups of weights, each of which a member may train alone.
+
+        Keys are the names of the groups, and values the names of their weights. By default there
+        are none.
 
         Args:
             runs: A recorded run of every variant, `WHOLE` included.
@@ -86,7 +89,10 @@ class VariantSource(ABC):
 
 
 def choose(module: nn.Module, variant: str) -> None:
-    """Make a module run a variant. Of several joined variants, it runs the first."""
+    """Make a module run a variant from now on. Of several joined variants, it runs the first.
+
+    A module without variants accepts only `WHOLE`, which has no effect on it.
+    """
     first = members_of(variant)[0]
     if isinstance(module, Variants):
         module.choose(first)
@@ -97,12 +103,15 @@ def choose(module: nn.Module, variant: str) -> None:
 
 
 def joined(*variants: str) -> str:
-    """Return the name of the variant that has the weights of all variants and runs the first."""
+    """Return the name of the variant that has the weights of all `variants` and runs the first.
+
+    Names that are repeated count once. A single name is returned as it is.
+    """
     return JOIN.join(dict.fromkeys(variants))
 
 
 def members_of(variant: str) -> tuple[str, ...]:
-    """Return the variants that the joined name `variant` consists of."""
+    """Return the names of the variants that `variant` joins. A single name gives itself."""
     return tuple(variant.split(JOIN))
 
 

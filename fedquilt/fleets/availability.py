@@ -50,7 +50,12 @@ class Trace:
         within(self, period="[0, inf)")
 
     def presence(self, num_clients: int, seed: int) -> Presence:
-        """Read the stays of all clients from the file. The seed has no effect."""
+        """Read the stays of all clients from the file. The seed has no effect.
+
+        Args:
+            num_clients: Number of clients in the fleet. Larger client numbers are refused.
+            seed: Random seed.
+        """
         rows = read_csv(
             self.file, "availability", needs=("client", "start"), knows=("client", "start", "end")
         )
@@ -102,7 +107,14 @@ class Diurnal:
         within(self, awake=f"[1, {self.period}]")
 
     def presence(self, num_clients: int, seed: int) -> Presence:
-        """Draw the start of every client's stay, which depends on the seed."""
+        """Draw at random when every client's stay starts within the period.
+
+        A stay that goes beyond the end of the period continues at its beginning.
+
+        Args:
+            num_clients: Number of clients in the fleet.
+            seed: Random seed of the starts.
+        """
         key = torch.tensor(noise.key(seed, noise.Stream.AWAKE_HOURS))
         fractions = noise.uniform(key, (num_clients,), torch.float64).numpy()
         clients = np.arange(num_clients)
@@ -159,7 +171,10 @@ class Presence:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a checksum that is equal if the same clients are drawn."""
+        """Return a checksum of all stays and the period, as 16 hexadecimal digits.
+
+        Equal checksums mean that the same clients are drawn with the same seed.
+        """
         digest = hashlib.sha256(str(self.period).encode())
         for array in (self._cuts, self._clients, self._first, self._end):
             digest.update(array.astype(np.int64).tobytes())
@@ -171,7 +186,7 @@ class Presence:
         return int(self._counts[slot]) if slot >= 0 else 0
 
     def before(self, round: int, max_clients: int) -> int:
-        """Return the number of clients drawn before a round. Sums are cached.
+        """Return the number of clients drawn in all rounds before a round. Sums are cached.
 
         Args:
             round: Round, from 0.
@@ -183,7 +198,9 @@ class Presence:
         return sums[round]
 
     def draw(self, round: int, count: int, word: int) -> list[int]:
-        """Draw clients uniformly from those that are available, in ascending order.
+        """Draw different clients uniformly from those that are available in a round.
+
+        They are returned in ascending order.
 
         Args:
             round: Round, from 0.
@@ -195,18 +212,26 @@ class Presence:
         return sorted(available[positions].tolist())
 
     def among(self, round: int, clients: Sequence[int]) -> list[int]:
-        """Return the clients of a list that are available in a round, in their order."""
+        """Return those of `clients` that are available in a round, in the order of the list."""
         available = set(self._clients[self._is_present(self._slot(round))].tolist())
         return [client for client in clients if client in available]
 
     def _slot(self, round: int) -> int:
-        """Return the slot of a round. -1: the round is before the first start."""
+        """Return the index of the slot of a round. −1: the round is before the first start.
+
+        A slot is an interval of rounds in which no stay starts or ends, so that the same clients
+        are available.
+        """
         if self.period:
             round %= self.period
         return int(np.searchsorted(self._cuts, round, side="right")) - 1
 
     def _is_present(self, slot: int) -> NDArray[np.bool_]:
-        """Return a mask of the stays (stay,) that a slot belongs to."""
+        """Return a mask (stay,) that is True for stays that include the slot.
+
+        Args:
+            slot: Index of a slot, as `_slot` returns it. −1 is in no stay.
+        """
         return (self._first <= slot) & (slot < self._end)
 
     def _in_draw_order(self, round: int) -> Ints:
@@ -234,7 +259,17 @@ class Presence:
 
 
 def _merged(clients: Ints, starts: Ints, ends: Ints, size: int) -> tuple[Ints, Ints, Ints]:
-    """Merge stays of one client that overlap or touch, so that no client is listed twice."""
+    """Merge stays of one client that overlap or touch, so that a slot has every client once.
+
+    Args:
+        clients: Client of each stay, (stay,).
+        starts: First slot of each stay, (stay,).
+        ends: Slot after the last one of each stay, (stay,).
+        size: Number of slots. No stay ends later.
+
+    Returns:
+        Clients, starts and ends of the merged stays, in ascending order of clients and starts.
+    """
     order = np.lexsort((starts, clients))
     base = clients[order] * (size + 1)  # Intervals of clients follow one another.
     begin, reach = base + starts[order], np.maximum.accumulate(base + ends[order])

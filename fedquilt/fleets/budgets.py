@@ -28,7 +28,7 @@ class Budgets(ABC):
 
     @abstractmethod
     def assign(self, num_clients: int, seed: int = 0) -> BudgetAssignment:
-        """Return the different budgets, and the index of each client's budget among them.
+        """Return the different budgets, and each client's index among them, (client,).
 
         Args:
             num_clients: Number of clients.
@@ -36,16 +36,21 @@ class Budgets(ABC):
         """
 
     def for_family(self, family: Family) -> Budgets:
-        """Return the budgets for a family. Rules that do not depend on the model return `self`."""
+        """Return the rule for a family. Rules that do not depend on the model return `self`."""
         return self
 
 
 def in_turn(kinds: Sequence[Budget | float], num_clients: int) -> BudgetAssignment:
     """Assign budgets cyclically, so that each has equally many clients, spread over the fleet.
 
+    Client k has budget k mod G of G.
+
     Args:
         kinds: Different budgets, or shares in (0, 1].
         num_clients: Number of clients.
+
+    Raises:
+        ConfigError: There are no budgets.
     """
     budgets = as_budgets(kinds)
     if not budgets:
@@ -92,7 +97,7 @@ def in_portions(
 
 
 def warn_of_portions(portions: Sequence[float]) -> None:
-    """Warn if portions of the clients do not sum to 1."""
+    """Log a warning if portions of the clients do not sum to 1. They are used as proportions."""
     total = sum(portions)
     if not math.isclose(total, 1, rel_tol=1e-6):
         _log.warning(
@@ -108,7 +113,11 @@ def warn_of_portions(portions: Sequence[float]) -> None:
 
 
 def as_budgets(kinds: Sequence[Budget | float]) -> tuple[Budget, ...]:
-    """Return budgets, where a number is a share."""
+    """Return budgets in their order, where a number becomes a budget of that share.
+
+    Raises:
+        ConfigError: An entry is neither a budget nor a number.
+    """
     try:
         return tuple(
             kind if isinstance(kind, Budget) else Budget(share=float(kind)) for kind in kinds

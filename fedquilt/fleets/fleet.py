@@ -156,7 +156,7 @@ class Fleet:
         )
 
     def _remembering(self, budgets: Budgets, availability: Availability | None, seed: int) -> Fleet:
-        """Store the arguments from which the fleet was created, and return the fleet.
+        """Store on this fleet the arguments that it was created from, for `settings`. Return it.
 
         They are not a dataclass field, so that `dataclasses.replace` does not copy them to a fleet
         with other budgets.
@@ -171,12 +171,18 @@ class Fleet:
 
     @property
     def counts(self) -> dict[Budget, int]:
-        """Return the number of clients with each budget."""
+        """Return the number of clients with each budget, by budget, in the order of `kinds`.
+
+        If budgets are dynamic, it is the expected number in a round.
+        """
         counts = np.bincount(self.which, minlength=len(self.kinds)).tolist()
         return dict(zip(self.kinds, counts, strict=True))
 
     def first(self, budget: Budget) -> int:
-        """Return the first client with a budget."""
+        """Return the lowest number of a client with a budget, which must be one of the fleet's.
+
+        Redraws of dynamic budgets are not considered.
+        """
         return int(np.argmax(self.which == self.kinds.index(budget)))
 
     def budget(self, client: int, round: int, seed: int) -> Budget:
@@ -192,7 +198,11 @@ class Fleet:
         return self.kinds[int(self.which[client])]
 
     def check(self, rounds: int) -> None:
-        """Refuse a number of rounds that goes beyond the last round with an available client."""
+        """Raise a ConfigError if the run has rounds after the last one with an available client.
+
+        Args:
+            rounds: Number of rounds of the run.
+        """
         last = self.presence.last if self.presence else None
         if self.presence and last is not None and rounds > last:
             raise ConfigError(
@@ -241,7 +251,7 @@ class Fleet:
             )
 
     def client(self, id: int, round: int, seed: int, size: int, place: int = 0) -> Client:
-        """Return a client with its state in a round.
+        """Return a client with its budget in a round, and with its place among all drawn clients.
 
         Args:
             id: Number of the client, from 0.
@@ -289,12 +299,15 @@ class Devices:
         refuse(self, problems)
 
     def fleet(self, num_clients: int, seed: int = 0, family: Family | None = None) -> Fleet:
-        """Return the fleet for data that is partitioned over clients.
+        """Return the fleet of these settings for data that is partitioned over clients.
 
         Args:
             num_clients: Number of clients that the data is partitioned over.
             seed: Random seed of the run. It has no effect if the settings have a seed.
             family: Family of the model, on which some budgets depend. None: there is no model yet.
+
+        Raises:
+            ConfigError: The settings ask for more clients than the data has.
         """
         count = num_clients if self.clients is None else self.clients
         if count > num_clients:
@@ -324,9 +337,10 @@ class Devices:
 
 
 def _plainly(budgets: Budgets) -> Budgets | dict[str, float]:
-    """Return listed budgets as a settings file writes them.
+    """Return budgets in the simplest form that a settings file can hold.
 
-    If they are shares alone, this is a list of shares, or a table of portions by share.
+    Listed budgets that are shares alone become a list of shares, or a table of portions by share.
+    Other budgets are returned unchanged.
     """
     if not isinstance(budgets, Given) or any(
         kind != Budget(share=kind.share or 1.0) for kind in budgets.kinds

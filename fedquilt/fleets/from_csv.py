@@ -42,7 +42,10 @@ class FromCsv(Budgets):
 
     @property
     def counts(self) -> dict[Budget, int]:
-        """Return the number of devices with each budget, as the file counts them."""
+        """Return the number of devices with each budget, as the file counts them.
+
+        Rows with equal budgets are added up. Rows with the count 0 are left out.
+        """
         counts: dict[Budget, int] = {}
         for budget, count in self._devices():
             if count:

@@ -295,7 +295,8 @@ class Given(Budgets):
 def net_budgets(family: Family, pairs: bool = False) -> tuple[Budget, ...]:
     """Return a budget for each net of a union, the largest first.
 
-    A budget is a bound on multiply-adds that allows the net. A family that is no union has one net.
+    A budget is a bound on multiply-adds that allows the net. Nets with equally many multiply-adds
+    share a budget. A family that is no union has one net.
 
     Args:
         family: A union, or a family of one net.

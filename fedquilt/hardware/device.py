@@ -26,7 +26,10 @@ def device_of(name: str) -> torch.device:
 
 
 def to_device_async(device: torch.device, tensor: Tensor) -> Tensor:
-    """Copy a tensor from the host to a device, without waiting for running kernels."""
+    """Copy a tensor from the host to a device, without waiting for running kernels.
+
+    On a CPU, the tensor itself is returned.
+    """
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -35,9 +38,9 @@ def to_device_async(device: torch.device, tensor: Tensor) -> Tensor:
 def channels_last(value: Tensor) -> Tensor:
     """Return images, or weights of a convolution, in the channels-last layout.
 
-    Fast GPU kernels need this layout. On a CPU the tensor is returned unchanged. There, torch's
-    batch norm sums images with channels last one after another in float32, which gives errors of
-    1e-4.
+    Fast GPU kernels need this layout. Tensors on a CPU, and those without exactly four dimensions,
+    are returned unchanged. On a CPU, torch's batch norm sums images with channels last one after
+    another in float32, which gives errors of 1e-4.
     """
     if value.is_cuda and value.dim() == 4:
         return value.contiguous(memory_format=torch.channels_last)

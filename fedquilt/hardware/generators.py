@@ -19,7 +19,10 @@ class Draws:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Compare the states of the generators before and after the block."""
+        """Add the libraries to `names` whose generators the block draws from.
+
+        The states of the generators before and after the block are compared. They are not restored.
+        """
         old_states = _states()
         yield
         for name, state in _states().items():
@@ -39,7 +42,13 @@ def _states() -> dict[str, object]:
 
 @contextmanager
 def random_state(seed: int) -> Iterator[None]:
-    """Seed the global generators of Python, NumPy and torch, and restore their states later."""
+    """Seed the global generators of Python, NumPy and torch, and restore them after the block.
+
+    Generators of GPUs are included if CUDA is in use.
+
+    Args:
+        seed: Seed of all generators.
+    """
     old_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_gpu: list[torch.Tensor] = []
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

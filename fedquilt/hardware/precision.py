@@ -35,7 +35,15 @@ def unfit(precision: Precision, device: str) -> str:
 
 @contextmanager
 def computing(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Compute in a precision, and restore torch's global settings afterwards."""
+    """Compute in a precision within the block, and restore torch's global settings afterwards.
+
+    Only matrix products and convolutions are affected. cuDNN searches for its fastest kernels,
+    unless torch must be deterministic.
+
+    Args:
+        precision: Precision of products. "fp32" and "fp64" round nothing.
+        device: Device whose products "bf16" rounds.
+    """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     old_settings = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
     matmul.allow_tf32 = cudnn.allow_tf32 = precision == "tf32"

@@ -13,7 +13,8 @@ from fedquilt.errors import ConfigError
 def free_memory(device: str = "cpu", root: Path = Path("/")) -> int:
     """Return the bytes that training could take on a device.
 
-    On a CPU, limits that are set for this process count too.
+    On a CPU, limits that are set for this process count too. On a GPU, it is the memory that the
+    driver reports as free.
 
     Args:
         device: Name of a device, as torch has it.
@@ -39,7 +40,10 @@ def free_memory(device: str = "cpu", root: Path = Path("/")) -> int:
 
 
 def _system_memory(root: Path) -> int | None:
-    """Return the free memory of the machine in bytes, or None if it cannot be determined."""
+    """Return the free memory of the machine in bytes, or None if it cannot be determined.
+
+    It is read from `proc/meminfo` below `root`, or else by psutil if that is installed.
+    """
     try:
         for line in (root / "proc/meminfo").read_text().splitlines():
             name, _, amount = line.partition(":")

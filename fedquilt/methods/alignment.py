@@ -52,7 +52,13 @@ def align(stage: int, stage_gradient: Weights, whole_gradient: Weights) -> Align
 
 
 def _dot(first: Weights, second: Weights, names: Iterable[str]) -> float:
-    """Return the inner product of two gradients over named weights."""
+    """Return the inner product of two gradients over named weights, computed in float64.
+
+    Args:
+        first: Gradient by weight name.
+        second: Another gradient by weight name.
+        names: Names of weights that both gradients have.
+    """
     return sum(_product(first[name], second[name]) for name in names)
 
 

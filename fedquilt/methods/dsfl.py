@@ -55,11 +55,11 @@ class Predictions(MethodState):
 
 
 def drawn_state(draw: int, coded: bool) -> Predictions:
-    """Return the predictions that travel between server and clients.
+    """Return the client state that says which predictions travel between server and clients.
 
     Args:
-        draw: Public samples that are drawn for each round. Clients then also receive the round
-            that the predictions belong to. 0: all samples are used, and no round is sent.
+        draw: Public samples that are drawn for each round. Clients then also receive the round that
+            the predictions belong to. 0: all samples are used, and no round is sent.
         coded: True if a link with a codec also encodes the predictions.
     """
     down = (PREDICTIONS, PREDICTIONS + ROUND) if draw else (PREDICTIONS,)
@@ -244,7 +244,15 @@ class DSFL(Prototypes):
 
 
 def needs_classes(method: Prototypes, task: Task) -> None:
-    """Refuse a task whose targets are not classes."""
+    """Refuse a task whose targets are not classes.
+
+    Args:
+        method: Method that exchanges probabilities of classes, for the message.
+        task: Task of the run.
+
+    Raises:
+        ConfigError: The task has no classes.
+    """
     if not task.has_classes:
         raise ConfigError(
             f"{type(method).__name__} was asked for, which exchanges probabilities of classes; "

@@ -49,6 +49,14 @@ class FedAvg(Method):
 
     @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
-        """Cut a sub-model from the common net. Channels beyond it were never trained."""
+        """Cut a sub-model within a budget from the net that all clients train.
+
+        It is never wider than that net, because channels beyond it were never trained.
+
+        Args:
+            server: State of the server.
+            budget: Budget of the device.
+            world: Family, task and random seed.
+        """
         trained = world.family.fit(Budget(share=self.share))
         return (prefix(narrower(world.family.fit(budget), trained)),)

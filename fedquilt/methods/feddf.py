@@ -64,7 +64,14 @@ class FedDF(Prototypes):
 
     @override
     def fold(self, server: Server, world: World) -> Fold:
-        """Average each group, and add up the logits of received nets on the public samples."""
+        """Return a fold that averages each group of prototypes.
+
+        If the server trains, it also adds up the logits of all received nets on the public samples.
+
+        Args:
+            server: State before the round.
+            world: Family, task and random seed.
+        """
         mean = super().fold(server, world)
         return Teachers(mean, world, server, self.statistics) if self.needs_public else mean
 

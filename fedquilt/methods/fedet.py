@@ -153,7 +153,10 @@ class FedET(Prototypes):
 
     @override
     def adapt(self, family: Family) -> Family:
-        """Refuse a union whose first net is not the largest."""
+        """Return the family unchanged, or refuse a union whose first net is not the largest.
+
+        A union of one net is refused too.
+        """
         names = [family.layout.net_names(net.arch.variant)[0] for net in architectures(family)]
         if names and (len(names) == 1 or names[0] != family.layout.nets[0]):
             reason = (
@@ -174,7 +177,7 @@ class FedET(Prototypes):
 
     @override
     def net_for(self, budget: Budget, world: World, step: TrainingStep | None = None) -> Submodel:
-        """Return the largest net of a union that a device can hold.
+        """Return the largest net of a union that a device can hold, the server's net included.
 
         Args:
             budget: Budget of the device.
@@ -184,7 +187,10 @@ class FedET(Prototypes):
         return largest((self.server_net(world), *self.nets(world)), budget, world, step)
 
     def server_net(self, world: World) -> Submodel:
-        """Return the net of the family in `world` that the server trains."""
+        """Return the net of the family in `world` that the server trains, in a scope of its own.
+
+        On a union it is the first net. Else it has `server_share` of every axis.
+        """
         if world.family.layout.nets:
             return Submodel(world.family.whole, Index(), _SERVER)
         return Submodel(world.family.fit(Budget(share=self.server_share)), Index(), _SERVER)
@@ -226,7 +232,15 @@ class FedET(Prototypes):
         )
 
     def _transferred(self, server: Server, world: World) -> dict[str, Tensor]:
-        """Return the weights of prototypes that are replaced by those of the server's net."""
+        """Return new weights of the prototypes, copied from the server's net after its training.
+
+        These are all trainable weights whose shapes are equal in both nets, besides those of the
+        output layer. On a union there are none.
+
+        Args:
+            server: State after the training of the server's net.
+            world: Family, task and random seed.
+        """
         layout = world.family.layout
         net = self.server_net(world)
         transferred: dict[str, Tensor] = {}

@@ -70,7 +70,14 @@ class FedRolex(Method):
     def _window(self, member: Arch, budget: Budget, round: int, world: World) -> Submodel:
         """Return the window of a round (equation 4).
 
-        On an axis of K channels it starts at (offset + round · step) mod K, and wraps around.
+        On an axis of K channels it starts at (offset + round · step) mod K, and wraps around. An
+        axis of groups moves more slowly than the axes inside of its groups.
+
+        Args:
+            member: Architecture of the client, which has the width of the window on every axis.
+            budget: Budget of the client. Its share decides the step if `overlap` is set.
+            round: Round, from 0.
+            world: World, whose family has the full sizes of the axes.
         """
         axes = world.family.layout.axes
         sizes = world.family.layout.sizes
@@ -87,11 +94,18 @@ class FedRolex(Method):
 
     @staticmethod
     def _share(budget: Budget) -> float | None:
-        """Return the share of a budget if no other bound is set, else None."""
+        """Return the share of a budget if it has no bound on cost or memory, else None."""
         return budget.share if budget.macs is budget.params is budget.memory is None else None
 
     def _step(self, share: float, size: int) -> int:
-        """Return the channels by which the window moves each round."""
+        """Return the number of channels by which the window moves each round.
+
+        It is `shift`, unless an `overlap` of successive windows is set.
+
+        Args:
+            share: Share of the channels that the window has, in (0, 1].
+            size: Number of all channels of the axis.
+        """
         if self.overlap is None:
             return self.shift
         return 1 + math.floor(round(share * (1 - self.overlap) * size, 9))  # 0.29 * 100 == 28.999…
@@ -102,7 +116,15 @@ class FedRolex(Method):
 
     @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
-        """Return the window that was trained last."""
+        """Return the window within a budget at the position of the last completed round.
+
+        Before the first round it is the window of that round.
+
+        Args:
+            server: State of the server.
+            budget: Budget of the device.
+            world: Family, task and random seed.
+        """
         member = world.family.fit(budget, self.rounding)
         return (self._window(member, budget, max(0, server.round - 1), world),)
 

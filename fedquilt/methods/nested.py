@@ -60,6 +60,8 @@ class SampledWidths(Learner):
     def of(kind: type[SampledWidths], base: Learner, **settings: Any) -> SampledWidths:
         """Return a learner with the settings of `base` and phases from drawn ratios.
 
+        The phases are those of step 0. `phases_at` returns those of other steps.
+
         Args:
             kind: Class of the learner.
             base: Learner whose settings are copied.
@@ -75,7 +77,11 @@ class SampledWidths(Learner):
         return _phases(replace(self, phases=(), lr=0.0, key=0), noise.key(self.key, step))
 
     def draw(self, key: int) -> tuple[float, ...]:
-        """Draw `count` distinct ratios, the smallest first."""
+        """Draw `count` distinct ratios, or all if there are fewer, and return the smallest first.
+
+        Args:
+            key: Key of the random numbers. Equal keys give equal ratios.
+        """
         count = max(0, min(self.count, len(self.ratios)))
         return tuple(
             sorted(self.ratios[position] for position in noise.choose(key, count, len(self.ratios)))
@@ -87,14 +93,21 @@ class SampledWidths(Learner):
 
     @abstractmethod
     def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]:
-        """Return the phases of a batch for which these ratios were drawn, the smallest first."""
+        """Return the phases of a batch for which ratios were drawn.
+
+        Args:
+            ratios: Drawn ratios, the smallest first.
+        """
 
     @override
     def possible_phases(self, member: Member) -> tuple[Phase, ...]:
         """Return the phases of a few draws that together contain every ratio.
 
-        They bound the memory of a step. A ratio whose net runs in every step adds no memory.
-        Draws without such ratios come first, as far as possible, because they need the most.
+        They bound the memory of a step. A ratio whose net runs in every step adds no memory. Draws
+        without such ratios come first, as far as possible, because they need the most.
+
+        Args:
+            member: Member that the client trains.
         """
         always = {net.share for net in nets_of(self.phases_of(()), member)}
         ratios = sorted(self.ratios, key=lambda ratio: ratio in always)

@@ -25,7 +25,9 @@ _STACK_OVERFLOW = replace(_CIFAR10, batch_size=24, crop=0)
 def _at(local: LocalTraining, *milestones: int) -> dict[str, Any]:
     """Return a preset with uniform weights (equation 10) and a stepped learning rate.
 
-    The learning rate is divided by 10 at each milestone, a number of rounds.
+    Args:
+        local: Local training, whose schedule is replaced.
+        milestones: Rounds at which the learning rate is divided by 10.
     """
     return {"local": replace(local, schedule=Steps(milestones, 0.1)), "weighting": "uniform"}
 
@@ -45,7 +47,9 @@ _RELEASED = replace(
 
 
 def released_settings(**settings: Any) -> Presets:
-    """Return presets with the local settings of FedRolex's released code.
+    """Return presets with the local settings and the rounding of FedRolex's released code.
+
+    They are `released-settings` and `released-settings-iid`, which differ in the schedule.
 
     Args:
         settings: Further settings of the method, which are added to each preset.

@@ -167,7 +167,7 @@ class ProgFed(Method):
 
     @override
     def adapt(self, family: Family) -> Family:
-        """Return the family with its stages as variants."""
+        """Return the family, as the inner method adapts it, with its stages as variants."""
         return self.over.adapt(family).staged(self.stages)
 
     def lengths(self, num_stages: int) -> tuple[int, ...]:
@@ -206,7 +206,7 @@ class ProgFed(Method):
 
     @property
     def warm_rounds(self) -> int:
-        """Return the number of warm-up rounds of every stage but the first."""
+        """Return the warm-up rounds of every stage but the first. Only `progressive` has some."""
         return self.warmup if self.strategy == "progressive" else 0
 
     def variant(self, round: int, world: World) -> tuple[str, tuple[str, ...]]:
@@ -248,7 +248,10 @@ class ProgFed(Method):
         return replace(world, family=world.family.at(*self.variant(round, world)))
 
     def _tested(self, server: Server, world: World) -> World:
-        """Return the world of the model that was trained last, which is tested and deployed."""
+        """Return the world of the model that is tested and deployed.
+
+        Its family is that of the stage trained last. For other strategies it is the whole model.
+        """
         variant, _ = self.variant(max(0, server.round - 1), world)
         shown = variant if self.strategy == "progressive" else WHOLE
         return replace(world, family=world.family.at(shown))
@@ -439,10 +442,14 @@ class ProgFed(Method):
 
     @override
     def figures(self, server: Server, world: World, gradients: Gradients) -> dict[str, float]:
-        """Return the inner method's figures, and those of theorem 1 if `alignment` is above 0.
+        """Return the inner method's figures, and two of theorem 1 if `alignment` is above 0.
+
+        They are alpha_t (`alignment`) and q_t (`norm_discrepancy`) of the paper's equation 11. Both
+        compare the gradient of the stage that was trained last with that of the whole model.
+        `measure` computes them on as many training samples as the setting `alignment` says.
 
         Args:
-            server: State x_t.
+            server: State x_t, after t rounds.
             world: Family, task and random seed.
             gradients: Function that returns gradients of nets on training samples.
         """
@@ -525,7 +532,11 @@ class OfVariants(Wrapping):
 
 
 def _check_whole(server: Server, world: World) -> None:
-    """Refuse a server state that has several nets instead of one whole model."""
+    """Refuse a server state that has several nets instead of one whole model.
+
+    Raises:
+        ConfigError: A weight of the whole model is not in the state.
+    """
     whole_net = world.family.member(world.family.at(WHOLE).whole)
     missing = [name for name in whole_net.trainable if name not in server.weights]
     if missing:

@@ -24,7 +24,12 @@ def num_stages(family: Family) -> int:
 
 
 def stage_name(stage: int, last: int) -> str:
-    """Return the name of a stage's variant. The last stage is the whole model."""
+    """Return the name of a stage's variant, `stage1` for the first. The last is the whole model.
+
+    Args:
+        stage: Number of the stage, from 1.
+        last: Number of stages.
+    """
     return WHOLE if stage == last else f"stage{stage}"
 
 

@@ -97,7 +97,11 @@ class Prototypes(Method):
     def initial(self, world: World) -> dict[str, Tensor]:
         """Draw every prototype independently, in the range of its own fan-in.
 
-        The first prototype uses the random seed of the run.
+        The first prototype uses the random seed of the run. Nets of a union have the union's
+        initial weights.
+
+        Returns:
+            Weights by name. A name begins with the scope of its prototype.
         """
         weights: dict[str, Tensor] = {}
         if world.family.layout.nets:
@@ -122,12 +126,15 @@ class Prototypes(Method):
         return tuple(self.prototype(share, world) for share in self.prototypes)
 
     def prototype(self, share: float, world: World) -> Submodel:
-        """Return the prototype of a share of the family in `world`, with its own scope."""
+        """Return the prototype of a share of the family in `world`.
+
+        It has a scope of its own, such as `share0.5/`.
+        """
         return Submodel(world.family.fit(Budget(share=share)), Index(), f"share{share:g}/")
 
     @override
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
-        """Return the largest prototype that the client can train."""
+        """Return a plan with one sub-model, the largest prototype that the client can train."""
         if world.family.layout.nets:
             return [self.trained_net(client.budget, world)]
         return [
@@ -138,14 +145,21 @@ class Prototypes(Method):
 
     @override
     def divisor(self, job: Job, world: World) -> float:
-        """Return the share of the client's prototype. It is 1 for nets of a union."""
+        """Return the share of the client's prototype, by which `local.scaler` divides outputs.
+
+        It is 1 for nets of a union.
+
+        Args:
+            job: Job of the client, which has its budget.
+            world: Family, task and random seed.
+        """
         if world.family.layout.nets:
             return 1.0
         return self.fitting(self.trainable_share(job.client.budget, world), job.client.budget)
 
     @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
-        """Return the largest prototype that the device can run."""
+        """Return the largest prototype that the device can run, as the only net."""
         if world.family.layout.nets:
             return (self.net_for(budget, world),)
         return (self.prototype(self.fitting(self.runnable_share(budget, world), budget), world),)
@@ -224,7 +238,7 @@ class Prototypes(Method):
     def label(self, budget: Budget, world: World) -> str:
         """Return the label of a budget's results in tables and logs.
 
-        On a union it is the name of the net.
+        On a union it is the name of the net that a client with the budget trains.
         """
         if not world.family.layout.nets:
             return super().label(budget, world)
@@ -296,7 +310,12 @@ def largest(
 
 
 def _relative(net: Submodel, world: World) -> float:
-    """Return a net's multiply-adds divided by those of the largest net of a union."""
+    """Return a net's multiply-adds divided by those of the largest net of a union.
+
+    Args:
+        net: A net of the union.
+        world: World with the union.
+    """
     family = world.family
     max_macs = max(family.member(family.at(variant).whole).macs for variant in family.variants)
     return family.member(net).macs / max(1, max_macs)

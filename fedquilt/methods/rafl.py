@@ -274,12 +274,17 @@ class RaFL(Method):
 
     @override
     def fit(self, budget: Budget, world: World, rounding: Rounding = "floor") -> Arch:
-        """Return the knowledge net paired with the largest private net within the limits.
+        """Return a pair: the knowledge net and the largest private net within the limits.
+
+        The result has the weights of both nets. A forward pass runs the knowledge net.
 
         Args:
             budget: Limits of the client.
             world: World with a union.
             rounding: It has no effect, because no net is cut.
+
+        Raises:
+            BudgetError: The limits are a share below 1, or allow none of the private nets.
         """
         return world.family.at(joined(WHOLE, self.private_for(budget, world))).whole
 
@@ -306,12 +311,12 @@ class RaFL(Method):
         raise BudgetError(self._too_tight(budget, step, world))
 
     def _limited(self, private: str, world: World) -> Member:
-        """Return the net or pair that limits apply to, for a device with this private net."""
+        """Return the net or pair that limits apply to, for a private net by its name."""
         variant = private if self.limit == "private" else joined(WHOLE, private)
         return world.family.member(world.family.at(variant).whole)
 
     def _too_tight(self, budget: Budget, step: TrainingStep | None, world: World) -> str:
-        """Return the error message for limits that allow no net."""
+        """Return the error message for limits that allow no net. It names the smallest one."""
         name = private_nets(world.family)[-1]
         member = self._limited(name, world)
         kind = "private net" if self.limit == "private" else "pair of nets"
@@ -427,7 +432,10 @@ class RaFL(Method):
         return replace(stays, phases=phases, taught=leaks, taught_by=private if leaks else "")
 
     def _phases(self, private: str, knowledge: str, loss: Objective) -> tuple[Phase, ...]:
-        """Return the updates of a batch: one of both nets (equations 4 and 5), or one of each."""
+        """Return the updates of a batch: one of both nets (equations 4 and 5), or one of each.
+
+        `private` and `knowledge` are the nets' names, and `loss` is the one on labels.
+        """
         pair = (private, knowledge)
         mutual = Mutual(
             loss, pair, distance=self.distance, detach=self.detach, weight=self.mutual_weight

@@ -29,7 +29,7 @@ def knowledge_net(family: Family) -> Arch:
 
 
 def private_net(family: Family, name: str) -> Submodel:
-    """Return a private net of a union by its name."""
+    """Return a private net of a union by its name, at full width."""
     return prefix(family.at(name).whole)
 
 
@@ -41,7 +41,11 @@ def private_nets(family: Family) -> tuple[str, ...]:
 
 
 def needs_divergences(task: Task) -> None:
-    """Refuse a task that does not define the distance between outputs and a teacher's."""
+    """Refuse a task that does not define the distance between a net's outputs and a teacher's.
+
+    Raises:
+        ConfigError: The task does not define `divergences`.
+    """
     if type(task).divergences is Task.divergences:
         nothing = torch.zeros(1, 1)
         task.divergences(nothing, nothing, nothing)  # Raises an error that says what is missing.
@@ -71,7 +75,7 @@ def warn_of_fixed_weights(world: World) -> None:
 
 
 def macs_of(family: Family, name: str) -> int:
-    """Return the multiply-adds of a net of a union, for one sample."""
+    """Return the multiply-adds of a union's net by its name, for a forward pass of one sample."""
     return family.member(family.at(name).whole).macs
 
 
@@ -81,9 +85,13 @@ def private_name(submodel: Submodel) -> str:
 
 
 def cut_out(family: Family, share: float) -> Family:
-    """Return the family of a net that has a share of another family's channels.
+    """Trace a net that has a share of another family's channels, and return its family.
 
     Its initial weights depend on the seed, as those of the other family do.
+
+    Args:
+        family: Family that the net is cut from.
+        share: Share of every axis, in (0, 1].
     """
     arch = family.fit(Budget(share=share))
     return trace(

@@ -138,7 +138,17 @@ class Scaffold(Method):
 
     @override
     def fold(self, server: Server, world: World) -> Fold:
-        """Average the weights with the server's learning rate, and add (c_i⁺ − c_i)/N to c."""
+        """Return a fold that averages the weights, and adds (c_i⁺ − c_i)/N to c.
+
+        The mean is applied with the server's learning rate.
+
+        Args:
+            server: State before the round.
+            world: World, which has the number N of clients in the fleet.
+
+        Raises:
+            ConfigError: The number of clients is not known.
+        """
         if not world.num_clients:
             raise ConfigError(
                 f"{type(self).__name__} was asked for in a world of unknown size; it divides by "

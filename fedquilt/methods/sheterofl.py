@@ -86,6 +86,11 @@ class SHeteroFL(Method):
         )
 
     def _affordable(self, arch: Arch, world: World) -> tuple[float, ...]:
-        """Return the widths that are narrower than the client's net."""
+        """Return those shares of `widths` whose nets have fewer parameters than the client's net.
+
+        Args:
+            arch: Architecture of the client's net.
+            world: World with its family.
+        """
         member = world.family.member(arch)
         return tuple(share for share in self.widths if member.nested(share).count < member.count)

@@ -43,6 +43,9 @@ def _robust(local: LocalTraining) -> dict[str, object]:
     """Return a preset for adversarial training as in the released code.
 
     It tracks norm statistics, and rescales neither layers nor initial weights.
+
+    Args:
+        local: Local training, whose norm policy and scaler are replaced.
     """
     tracked = replace(local, norm=Tracked(), scaler=False)
     return {"local": tracked, "rescale_init": False, "robust": True}
@@ -205,12 +208,12 @@ class SplitMix(Method):
 
     @override
     def divisor(self, job: Job, world: World) -> float:
-        """Return the share of a base net (A.3)."""
+        """Return the share of a base net, by which `local.scaler` divides outputs (A.3)."""
         return self.base
 
     @override
     def candidates(self, server: Server, world: World) -> Submodels:
-        """Return the base nets if they are to be sorted (algorithm 1, line 9).
+        """Return all base nets if they are to be sorted (algorithm 1, line 9), else nothing.
 
         They are scored on validation samples if clients hold some back, else on training samples.
         """
@@ -220,11 +223,13 @@ class SplitMix(Method):
 
     @override
     def ranked(self, server: Server, scores: Sequence[float], world: World) -> Server:
-        """Sort the base nets by accuracy, the best first (algorithm 1, line 9).
+        """Return the state with base nets sorted by accuracy, the best first (algorithm 1, line 9).
+
+        Weights are assigned to other scopes. `server` is not changed.
 
         Args:
             server: State with the base nets.
-            scores: Accuracy of each base net.
+            scores: Accuracy of each base net, in the order of `candidates`.
             world: Family, task and random seed.
         """
         best = sorted(range(self.count), key=lambda index: -scores[index])
@@ -238,7 +243,16 @@ class SplitMix(Method):
 
     @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
-        """Return the first floor(R/r) base nets (algorithm 1, line 11)."""
+        """Return the first floor(R/r) base nets (algorithm 1, line 11).
+
+        R is the share that a device with the budget can run. Its outputs are the mean of their
+        logits.
+
+        Args:
+            server: State of the server.
+            budget: Budget of the device.
+            world: Family, task and random seed.
+        """
         return tuple(self._base(index, world) for index in range(self.affordable(budget, world)))
 
     @override
@@ -266,16 +280,21 @@ class SplitMix(Method):
         return self.base * self.affordable(budget, world)
 
     def _trained(self, client: Client, world: World) -> int:
-        """Return the number of base nets that a client trains at the same time."""
+        """Return the number of base nets that a client's budget lets it train at the same time."""
         return self.affordable(client.budget, world, self._step_within(client.budget, world))
 
     def affordable(self, budget: Budget, world: World, step: TrainingStep | None = None) -> int:
         """Return the number of base nets that fit into a budget. For a share R it is floor(R/r).
 
+        It is at most the number of all base nets.
+
         Args:
             budget: Bounds of a device.
             world: World with the family.
             step: Training step of all base nets at once. None: they run one after another.
+
+        Raises:
+            BudgetError: Not even one base net fits.
         """
         base_cost = world.family.cost(self._member(world), step or TrainingStep())
         room = budget.memory and (budget.memory if step else budget.memory - base_cost.activations)
@@ -304,7 +323,7 @@ class SplitMix(Method):
         return world.family.fit(Budget(share=self.base))
 
     def _base(self, index: int, world: World) -> Submodel:
-        """Return a base net, with all weights of its scope."""
+        """Return the base net of an index from 0, with all weights of its scope, as `base0/`."""
         return Submodel(self._member(world), Index(), _scope(index))
 
 

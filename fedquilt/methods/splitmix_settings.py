@@ -27,6 +27,8 @@ DOMAINNET = LocalTraining(optimizer=SPLITMIX_SGD)
 def compared_presets(scaler: bool) -> Presets:
     """Return the presets that Split-Mix and the methods it is compared with have in common.
 
+    They are `digits`, `cifar10` and `domainnet`, each with its local training.
+
     Args:
         scaler: Divide layer outputs by the share in training. True for Split-Mix ("rescale layer"
             in Table 4) and for HeteroFL, by definition. False for FedAvg, whose nets have one

@@ -95,7 +95,8 @@ class ModelSpec:
     def takes(self, sample: Tensor) -> bool:
         """Return True if the model was made for samples of this kind.
 
-        Kinds are images, rows of numbers and tokens. `sample` has no batch dimension.
+        Kinds are images, rows of numbers and tokens. The number of dimensions counts, and whether
+        the values are real numbers or integers. Sizes may differ. `sample` has no batch dimension.
         """
         takes_real_numbers = self.integer_vocab is None
         same_dims = sample.dim() == len(self.input_shape)
@@ -104,7 +105,8 @@ class ModelSpec:
     def example(self, batch: int = 2) -> Tensor:
         """Return an input to trace with, of shape (batch, *input_shape).
 
-        It is the same in every call. torch's global random state is left as it is.
+        It has random numbers, or random tokens below `integer_vocab`. They are the same in every
+        call. torch's global random state is left as it is.
         """
         generator, shape = torch.Generator().manual_seed(0), (batch, *self.input_shape)
         if self.integer_vocab is not None:

@@ -138,12 +138,17 @@ class Staged(nn.Module):
 
     @property
     def stage_ends(self) -> list[str]:
-        """Return the names of the modules that end the stages."""
+        """Return the names of the modules that end the stages, such as "stages.0", in order."""
         return [f"stages.{stage}" for stage in range(len(self.stages))]
 
 
 def pooled(channels: int, num_classes: int) -> OrderedDict[str, nn.Module]:
-    """Return the layers of a head that averages over positions and classifies."""
+    """Return the layers of a head, by name: mean over positions, flattening and a linear layer.
+
+    Args:
+        channels: Channels of the input (sample, channel, height, width).
+        num_classes: Number of classes.
+    """
     return OrderedDict(
         pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(1), linear=nn.Linear(channels, num_classes)
     )

@@ -30,5 +30,8 @@ class MLP(Staged):
 
     @property
     def stage_ends(self) -> list[str]:
-        """Return the names of the modules that end the stages. The first stage flattens too."""
+        """Return the names of the modules that end the stages, one for each hidden layer.
+
+        The first stage flattens too.
+        """
         return super().stage_ends[1:]

@@ -25,16 +25,20 @@ class Row(NamedTuple):
 
 
 def multiple_of_8(channels: int) -> int:
-    """Round channels to the nearest multiple of 8 that is at least nine tenths of them.
+    """Round a number of channels to the nearest multiple of 8 that is at least nine tenths of it.
 
-    The authors' code rounds like this.
+    The result is at least 8. The authors' code rounds like this.
     """
     rounded = max(8, (channels + 4) // 8 * 8)
     return rounded if rounded >= 0.9 * channels else rounded + 8
 
 
 class SqueezeExcite(nn.Module):
-    """A layer that scales each channel by a gate, computed from the means of all channels."""
+    """A layer that scales each channel by a gate, computed from the means of all channels.
+
+    Args:
+        channels: Channels of the input and the output. A quarter of them is the hidden width.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -56,8 +60,8 @@ class SqueezeExcite(nn.Module):
 def inverted_residual(in_channels: int, row: Row, norm: MakeNorm) -> nn.Module:
     """Return a block that expands the channels, filters each one and projects them to fewer.
 
-    Expansion and projection are 1×1 convolutions. The block has a skip connection if input and
-    output have the same shape.
+    Expansion and projection are 1×1 convolutions. The first is left out if it would not change the
+    number of channels. The block has a skip connection if input and output have the same shape.
 
     Args:
         in_channels: Channels of the input.
@@ -133,7 +137,7 @@ class MobileNet(Staged):
 
 
 def _rows_v2() -> list[Row]:
-    """Return the blocks of MobileNetV2 (Table 2 of its paper)."""
+    """Return a row for each block of MobileNetV2, in order (Table 2 of its paper)."""
     rows, channels = [], 32
     for expansion, out, depth, stride in (
         (1, 16, 1, 1),

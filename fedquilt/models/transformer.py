@@ -96,9 +96,9 @@ class TransformerBlock(nn.Module):
 
 
 def block_ends(depth: int, stages: int = 3) -> list[str]:
-    """Return the names of the blocks that end the stages.
+    """Return the names of the blocks that end the stages, such as "blocks.1", in order.
 
-    Stages are as equal in length as possible.
+    Stages are as equal in length as possible. The last one ends with the last block.
 
     Args:
         depth: Number of blocks.
@@ -163,7 +163,7 @@ class ViT(nn.Module):
 
     @property
     def stage_ends(self) -> list[str]:
-        """Return the names of the modules that end the stages."""
+        """Return the names of the blocks that end the stages, of which there are at most three."""
         return block_ends(len(self.blocks))
 
 
@@ -220,5 +220,5 @@ class TransformerLM(nn.Module):
 
     @property
     def stage_ends(self) -> list[str]:
-        """Return the names of the modules that end the stages."""
+        """Return the names of the blocks that end the stages, of which there are at most three."""
         return block_ends(len(self.blocks))

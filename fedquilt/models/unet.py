@@ -134,9 +134,11 @@ class UNet(nn.Module):
         return self.forward_stage(len(self.decoder), x)
 
     def forward_stage(self, stage: int, x: Tensor) -> Tensor:
-        """Return the logits of the U-Net that has the outer `stage` levels alone.
+        """Return the logits of the U-Net that halves the resolution `stage` times only.
 
-        They have the resolution of the input `x` (sample, channel, …).
+        It has the outer encoders and decoders of this one, and its head. The logits (sample, class,
+        …) have the resolution of the input `x` (sample, channel, …), whose sides must fit the whole
+        depth.
         """
         check_size(tuple(x.shape[2:]), len(self.decoder))
         levels = [self.encoder[0](x)]

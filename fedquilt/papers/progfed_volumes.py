@@ -32,7 +32,14 @@ def cubes(
 
 
 def _samples(key: int, count: int, side: int, channels: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Return volumes (sample, channel, side, side, side) and masks (sample, side, side, side)."""
+    """Return random volumes and their masks.
+
+    A mask has a cube of each foreground class at a random place. Later classes cover earlier ones.
+    A volume is its mask plus noise.
+
+    Returns:
+        Volumes (sample, channel, side, side, side) and masks (sample, side, side, side).
+    """
     corners = noise.bits(torch.tensor(key), count * (classes - 1) * 3) % (side - EDGE + 1)
     masks = torch.zeros(count, side, side, side, dtype=torch.int64)
     for mask, places in zip(masks, corners.reshape(count, classes - 1, 3).tolist(), strict=True):

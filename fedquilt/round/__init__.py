@@ -75,6 +75,9 @@ def run_round(
 ) -> RoundResult:
     """Run the next round. No argument is modified.
 
+    If too few clients reply, other cohorts are asked, up to `MAX_ATTEMPTS` in all. Simulated
+    clients always reply.
+
     Args:
         federation: World, method and link.
         server: State that the round starts from.
@@ -82,6 +85,10 @@ def run_round(
         engine: Engine that trains and tests clients.
         rounds: Number of rounds of the run. The last one is always evaluated.
         evaluation: Settings of the evaluation.
+
+    Raises:
+        TrainingError: Too few clients replied in every cohort.
+        DivergenceError: The merge gave values that are not finite.
     """
     began = time.perf_counter()
     world = federation.world
@@ -160,11 +167,19 @@ def run_round(
 
 
 def _check_merged(method: Method, server: Server, merged: Merged) -> None:
-    """Refuse a merge whose result is not finite.
+    """Refuse a merge whose weights or slots are not finite, although all updates are.
 
     Engines have checked that all updates are finite, so that the fold is to blame. Without this
     check the clients of the next round would be blamed. Values that were infinite before the merge
     are allowed, because buffers such as masks may be infinite.
+
+    Args:
+        method: Method of the run, for the message.
+        server: State before the merge.
+        merged: Result of the fold.
+
+    Raises:
+        DivergenceError: Names the method and the first infinite weights.
     """
     pairs = [(server.weights, merged.weights)]
     pairs += [(server.slots.get(slot, {}), values) for slot, values in merged.slots.items()]

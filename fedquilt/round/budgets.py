@@ -104,16 +104,16 @@ def check_budgets(method: Method, jobs: Sequence[Job], world: World) -> None:
 
 
 def too_small(method: Method, server: Server, fleet: Fleet, engine: Engine, world: World) -> int:
-    """Count the devices for which a method plans more than their budget allows.
+    """Count the devices of a fleet for which a method plans more than their budget allows.
 
-    The result is 0 unless the method ignores budgets. A device counts if any round of the method's
-    schedule exceeds its budget.
+    The result is 0 unless the method ignores budgets, because plans of others are refused. A device
+    counts if its plan in any round of the method's schedule exceeds its budget.
 
     Args:
         method: Method that plans.
         server: State to plan from.
         fleet: Devices and their budgets.
-        engine: Engine that has the samples.
+        engine: Engine that has the samples. All devices are planned with the size of client 0.
         world: What the method may look at.
     """
     if not method.ignores_budgets:
@@ -130,5 +130,13 @@ def too_small(method: Method, server: Server, fleet: Fleet, engine: Engine, worl
 
 
 def _step(method: Method, budgets: Sequence[Budget], world: World) -> TrainingStep | None:
-    """Return the method's training step if any budget bounds memory. Finding it needs a learner."""
+    """Return the method's training step, which gives its memory, if any budget bounds memory.
+
+    Else the result is None, because finding the step would need a learner for nothing.
+
+    Args:
+        method: Method whose local step is described.
+        budgets: Budgets of the clients.
+        world: What the method may look at.
+    """
     return method.training_step(world) if any(budget.memory for budget in budgets) else None

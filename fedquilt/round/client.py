@@ -70,7 +70,10 @@ class Start:
 
     @property
     def received(self) -> Received:
-        """Return the weights and slots that do not change while the client trains."""
+        """Return the starting weights and method slots, which stay fixed while the client trains.
+
+        Objectives compare the changing weights with them.
+        """
         return Received(self.state, self.state_slots)
 
 
@@ -106,14 +109,15 @@ def receive(
     """Return the state that a client starts training from.
 
     Each value is the one it received. If none arrived, it is the one it remembers from earlier
-    rounds, or else the initial weight.
+    rounds, or else the initial weight. The link simulates the download of `payload`.
 
     Args:
         federation: World, method and link.
         job: What the client is asked to train.
         learner: How it trains.
-        payload: The sub-model as the server sends it. The link may lose or code some of it.
-        memory: What the client kept from earlier rounds, by global position.
+        payload: The sub-model as the server sends it. The link may lose or code some of it, but
+            `payload.first` always arrives.
+        memory: What the client kept from earlier rounds, by global position. None: nothing.
         initial: All weights before the first round, by scope and name.
     """
     family = federation.world.family
@@ -173,14 +177,15 @@ def known_after(
 ) -> dict[str, Tensor]:
     """Return the weights that both sides know the client received, after a download.
 
-    They are empty if no codec needs them.
+    They have only weights that a codec may code. If nothing arrived, or if no codec has an effect,
+    the result is `known` itself.
 
     Args:
         federation: World, method and link.
         job: What the client is asked to train.
         names: Weights that the client receives.
         arrived: What arrived. None: nothing.
-        known: The weights before the download (`known_weights`).
+        known: The weights before the download (`known_weights`). Empty: neither side keeps them.
     """
     if arrived is None or federation.link.coder is None:
         return known
@@ -196,11 +201,14 @@ def first_names(
 ) -> tuple[str, ...]:
     """Return the names of the weights that a client downloads because it has none of them yet.
 
+    They are among those that the learner installs once, such as a private net. The result is empty
+    if the learner installs nothing.
+
     Args:
         federation: World, method and link.
         job: What the client is asked to train.
         learner: How it trains.
-        memory: What the client kept from earlier rounds.
+        memory: What the client kept from earlier rounds. None: nothing, so that all are downloaded.
     """
     names = learner.installed(federation.world.family.member(job.submodel))
     return tuple(name for name in names if memory is None or name not in memory.weights)
@@ -214,9 +222,17 @@ def _state_slots(
     arrived: Payload | None,
     memory: ClientState | None,
 ) -> dict[str, State]:
-    """Return the method's slots at a job's positions.
+    """Return the method's slots at a job's positions, by slot and name.
 
     Values that did not arrive are those that the client remembers, or else zero.
+
+    Args:
+        federation: World, method and link.
+        job: It has the positions.
+        learner: It declares the slots: those of the server, and those that clients keep.
+        state: Weights of the client, whose shapes and types the slots have.
+        arrived: What arrived. None: nothing.
+        memory: What the client kept from earlier rounds. None: nothing.
     """
     cutter = federation.world.family.cutter
     index = job.submodel.held
@@ -237,7 +253,15 @@ def _state_slots(
 
 
 def _state_extras(learner: Learner, arrived: Payload | None, memory: ClientState | None) -> Extras:
-    """Return the method's extras. Those that did not arrive are taken from the client's memory."""
+    """Return the method's extras by name. An extra that arrived replaces the remembered one.
+
+    An extra that neither arrived nor is remembered is left out.
+
+    Args:
+        learner: It declares the extras: those of the server, and those that clients keep.
+        arrived: What arrived. None: nothing.
+        memory: What the client kept from earlier rounds. None: nothing.
+    """
     extras = {**(memory.extras if memory else {}), **(arrived.extras if arrived else {})}
     names = (*learner.state.extras_down, *learner.state.extras_kept)
     return {name: extras[name] for name in names if name in extras}
@@ -246,7 +270,9 @@ def _state_extras(learner: Learner, arrived: Payload | None, memory: ClientState
 def finish(
     job: Job, learner: Learner, start: Start, trained: State, batches: int, passes: Results
 ) -> Left:
-    """Return the state of its method that a client keeps and sends.
+    """Return the state of its method that a client keeps and sends, by `MethodState.finish`.
+
+    It is empty if the method has no state on clients.
 
     Args:
         job: What the client was asked to train.
@@ -275,7 +301,9 @@ def upload_of(
     weights: Weights,
     left: Left,
 ) -> Payload:
-    """Return the payload that a client uploads.
+    """Return the payload that a client uploads: weights, and the slots and extras of its method.
+
+    Slots are cut down to the positions that are sent. Extras are sent whole.
 
     Args:
         federation: World, method and link.
@@ -298,6 +326,9 @@ def untrained_upload(
     federation: Federation, job: Job, learner: Learner, upload: Submodel, start: Start
 ) -> int:
     """Return the bytes of an upload if training changed nothing, without the extras of the method.
+
+    The upload is simulated with the starting weights, so that losses of the link are included.
+    Slots have the size that they will have.
 
     Args:
         federation: World, method and link.
@@ -328,15 +359,22 @@ def send(
     memory: ClientState | None,
     initial: Weights,
 ) -> Delivery:
-    """Send a client's trained weights to the server.
+    """Send a client's trained weights to the server over the simulated link.
+
+    The result also has the slots that the client keeps for the link. `residual` is the error of
+    coding, for error feedback. `received` is the change of `known` since the initial weights, if a
+    codec needs it.
 
     Args:
         federation: World, method and link.
         job: What the client was asked to train.
         payload: What it uploads.
         known: What both sides know that it started from (`Start.known`).
-        memory: What the client kept from earlier rounds.
-        initial: All weights before the first round.
+        memory: What the client kept from earlier rounds. None: nothing.
+        initial: All weights before the first round, by scope and name.
+
+    Raises:
+        DivergenceError: Values that a codec decoded are not finite.
     """
     link = federation.link
     cutter = federation.world.family.cutter
@@ -415,13 +453,19 @@ def update_of(
 
 
 def own_state(federation: Federation, server: Server, job: Job, device: torch.device) -> State:
-    """Return a job's net as its client would hold it after a download without loss.
+    """Return the weights of a job's net as its client holds them after a download without loss.
+
+    Weights that the client does not receive are those that it remembers, or else the initial ones.
+    Nothing is trained.
 
     Args:
         federation: World, method and link. The link is not used.
-        server: State that the client downloads from.
+        server: State that the client downloads from. It has the client's memory.
         job: The client and its sub-model.
-        device: Device on which the weights are put together.
+        device: Device of the initial weights that fill in what is missing.
+
+    Returns:
+        Weights by name, without the scope.
     """
     world = federation.world
     learner = learner_of(federation.method, job, world)
@@ -434,10 +478,10 @@ def own_state(federation: Federation, server: Server, job: Job, device: torch.de
 
 
 def _coded(member: Member, names: Sequence[str]) -> list[str]:
-    """Return the names of the weights whose changes a link may code.
+    """Return those of `names` whose changes a link may code, in the same order.
 
-    Norm statistics and constants are never coded. Weights that this member does not train are
-    included, because other members train them.
+    They are trainable weights of the family. Norm statistics and constants are never coded. Weights
+    that `member` itself does not train are included, because other members train them.
     """
     trainable = set(member.family.trainable)
     return [name for name in names if name in trainable]
@@ -452,7 +496,16 @@ def known_weights(
 ) -> dict[str, Tensor]:
     """Return the weights that server and client both know the client received last.
 
-    Before the first download these are the initial weights, which both have.
+    Before the first download these are the initial weights, which both have. Only weights that a
+    codec may code are included.
+
+    Args:
+        federation: World, method and link.
+        job: It has the positions of the result.
+        names: Weights that the client receives.
+        memory: What the client kept from earlier rounds. Its slot `received` has the change since
+            the initial weights. None: nothing.
+        initial: All weights before the first round, by scope and name.
     """
     family = federation.world.family
     first = family.cutter.gather(initial, job.submodel, _coded(family.member(job.submodel), names))

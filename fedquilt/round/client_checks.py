@@ -25,7 +25,12 @@ from fedquilt.terms import (
 def blamed(job: Job, stage: str) -> Iterator[None]:
     """Raise any error inside as a TrainingError that names client, round and stage.
 
-    Rounds are counted from 1 in the message.
+    Errors of fedquilt pass unchanged. An error of memory is reported as such. Rounds are counted
+    from 1 in the message.
+
+    Args:
+        job: Job that is being run. It has client and round.
+        stage: What the client is doing, such as "receiving", for the message.
     """
     try:
         yield
@@ -44,13 +49,17 @@ def blamed(job: Job, stage: str) -> Iterator[None]:
 def check_left(job: Job, learner: Learner, member: Member, left: Left) -> None:
     """Refuse state of a method whose slots, shapes or extras differ from the learner's declaration.
 
-    Values are not checked here.
+    Slots must be exactly the declared ones. Declared extras may be absent. Values are not checked
+    here.
 
     Args:
         job: What the client was asked to train.
         learner: It declares slots and extras.
         member: It has the shapes of the weights.
         left: State that the client keeps and sends.
+
+    Raises:
+        TrainingError: Names the client and the difference.
     """
     client = f"client {job.client.id} (budget {job.client.budget}) of round {job.round + 1}"
     state = learner.state
@@ -96,7 +105,12 @@ def _check_slot(description: str, values: Weights, learner: Learner, member: Mem
 
 
 def check_state(job: Job, tensors: Iterable[Tensor]) -> None:
-    """Refuse state of a method that is not finite before it reaches the server."""
+    """Raise DivergenceError if tensors of a method's state are not finite.
+
+    Args:
+        job: Job of the client that left them, for the message.
+        tensors: Slots and extras that the client keeps or sends.
+    """
     if not are_finite(tensors):
         raise DivergenceError(
             f"client {job.client.id} (budget {job.client.budget}) left state of its method that is "
@@ -106,7 +120,10 @@ def check_state(job: Job, tensors: Iterable[Tensor]) -> None:
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return True if all values of floating-point tensors are finite."""
+    """Return True if all values of all floating-point tensors are finite.
+
+    Tensors of other types are ignored. No tensors at all count as finite.
+    """
     real = [value for value in tensors if value.is_floating_point()]
     if not real:
         return True
@@ -119,7 +136,12 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def check_sent(job: Job, weights: Iterable[Tensor]) -> None:
-    """Refuse weights that are not finite before they reach the server."""
+    """Raise DivergenceError if weights that a client sends to the server are not finite.
+
+    Args:
+        job: Job of the client, for the message.
+        weights: Weights as they arrive.
+    """
     if not are_finite(weights):
         raise DivergenceError(
             f"client {job.client.id} (budget {job.client.budget}) sent weights that are not finite "

@@ -22,12 +22,23 @@ from fedquilt.terms import (
 
 
 def memory_of(server: Server, job: Job) -> ClientState | None:
-    """Return the memory that a job's client has of the net that it trains."""
+    """Return what a job's client remembers of the net that it trains, or None for nothing.
+
+    Memories are kept in `server.memory`, by the client's number and the net's scope.
+    """
     return server.memory.get((job.client.id, job.submodel.scope))
 
 
 def covers(new: ClientState, old: ClientState) -> bool:
-    """Return True if a memory has all weights and positions of an older one."""
+    """Return True if a memory makes an older one superfluous.
+
+    It has equal positions, and at least the older one's names of weights and of every slot. Values
+    are not compared.
+
+    Args:
+        new: Memory after the round.
+        old: Memory before the round.
+    """
     same = new.submodel.index == old.submodel.index and old.weights.keys() <= new.weights.keys()
     return same and all(
         values.keys() <= new.slots.get(slot, {}).keys() for slot, values in old.slots.items()
@@ -37,10 +48,11 @@ def covers(new: ClientState, old: ClientState) -> bool:
 def kept_state(
     federation: Federation, learner: Learner, slots: Slots, extras: Extras, left: Left
 ) -> Left:
-    """Return the state of its method that a client keeps.
+    """Return what a client left after training, with all state of its method that it keeps.
 
-    If the link may lose values, the client also keeps the state that it received. It replaces
-    values that get lost in its next round.
+    If the link may lose values, the client also keeps the slots and extras that it received. They
+    replace values that get lost in its next round. Kept tensors are copies. What the client sends
+    is unchanged.
 
     Args:
         federation: World, method and link.
@@ -70,7 +82,8 @@ def kept_state(
 def names_kept(federation: Federation, learner: Learner, member: Member) -> tuple[str, ...]:
     """Return the names of the weights that a client keeps for its next round.
 
-    If the link may lose values, these are all weights that the client trained.
+    If the link loses nothing, the learner names them. If the link may lose values, they are all
+    tensors that the client holds, except constants.
 
     Args:
         federation: World, method and link.
@@ -98,7 +111,10 @@ def steps_behind(memory: ClientState | None, learner: Learner, batches: int) -> 
 
 
 def counts_steps(learner: Learner) -> bool:
-    """Return True if optimizer slots or the merge depend on a client's steps in all rounds."""
+    """Return True if a client must count its optimizer steps over all rounds.
+
+    It must if it keeps optimizer slots between rounds, or if the merge weights clients by steps.
+    """
     return learner.keep_slots or learner.counts_steps
 
 
@@ -125,6 +141,10 @@ def joined_states(
     federation: Federation, old: ClientState, new: ClientState, initial: Weights
 ) -> ClientState:
     """Join two memories by global position. Where they overlap, the new one replaces the old.
+
+    The result has the positions of both on every axis. A weight at a pair of positions that neither
+    memory has is initial, and a slot is zero there. Steps, round and extras are those of the new
+    memory.
 
     Args:
         federation: World, method and link.

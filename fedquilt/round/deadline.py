@@ -31,7 +31,8 @@ def train_until_deadline(
     """Train the jobs of a round, and drop the clients that are late.
 
     A late client leaves no memory, no loss and no update. What it received and computed is charged,
-    and no upload. Without a deadline all jobs are trained.
+    and no upload. Without a deadline all jobs are trained. If a client turns out to be late after
+    training, the round is trained again without it.
 
     Args:
         federation: World, method and link.
@@ -40,7 +41,7 @@ def train_until_deadline(
         engine: Engine of the run.
 
     Returns:
-        What the round left, and the fold of the updates that came in time.
+        Memories, losses and costs of the round, and the fold of the updates that came in time.
     """
     late: dict[int, float] = {}
     spent: dict[int, Spent] = {}
@@ -68,7 +69,11 @@ def train_until_deadline(
 def round_seconds(federation: Federation, outcome: Outcome) -> float | None:
     """Return the simulated seconds of a round, or None if the link has no clock.
 
-    The server waits for the slowest client, or until the deadline if some client is late.
+    The server waits for the slowest client. If some client is late, it waits until the deadline.
+
+    Args:
+        federation: World, method and link.
+        outcome: Costs of the clients, and those that are late.
     """
     link = federation.link
     if link.clock is None:

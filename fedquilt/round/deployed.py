@@ -83,10 +83,12 @@ def members_by_share(
     world: World,
     shares: Sequence[float] = (),
 ) -> dict[str, Submodels]:
-    """Return the nets that each budget gets, by the label of the share, widest first.
+    """Return the nets that each budget gets, by the key of the budget in records, widest first.
 
-    The whole model is included even if no device holds it, because the server's model may be larger
-    than that of any client.
+    The key is usually the share that the budget can train. If budgets share a key, the nets of the
+    first one are returned. The whole model is included even if no device holds it, because the
+    server's model may be larger than that of any client. A personal method has the nets of client 0
+    instead, for each budget.
 
     Args:
         method: The method that deploys.
@@ -114,10 +116,10 @@ def ready(
     engine: Engine,
     batch_size: int,
 ) -> dict[Submodel, dict[str, Tensor]]:
-    """Return sub-models' weights as they are tested or deployed.
+    """Return the weights of sub-models as they are tested or deployed, by sub-model and name.
 
-    They are cut from the server's state. Norm statistics are re-estimated if the norm policy says
-    so.
+    They are cut from the server's state. Norm statistics are re-estimated on samples if the norm
+    policy says so, and the model has any.
 
     Args:
         federation: World, method and link.
@@ -139,7 +141,9 @@ def ready(
 def cut_nets(
     federation: Federation, server: Server, submodels: Sequence[Submodel]
 ) -> dict[Submodel, dict[str, Tensor]]:
-    """Return those weights and norm statistics of sub-models that the server's state has.
+    """Return the weights and norm statistics of sub-models, by sub-model and by name without scope.
+
+    Names that the server's state lacks, such as statistics that are not tracked, are left out.
 
     Args:
         federation: World, method and link.

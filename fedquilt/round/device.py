@@ -40,7 +40,16 @@ class DeviceLink(Link):
     def down(
         self, payload: Payload, transmission: Transmission, known: Weights = NOTHING
     ) -> Arrival:
-        """Return what has arrived for a job. The payload is not used."""
+        """Return the payload that has arrived for a job, decoded, and its bytes.
+
+        Nothing is sent. The packet is the one in `arrived` for the job's scope.
+
+        Args:
+            payload: It is not used, because a device has no values of the server.
+            transmission: Client, round and direction. Its job gives the scope.
+            known: Weights that both sides know the client received before. Changes from them are
+                coded.
+        """
         packet, outline = self.arrived[transmission.job.submodel.scope]
         if packet is None:
             return Arrival(None, 0)
@@ -54,6 +63,8 @@ class DeviceLink(Link):
         residual: Weights = NOTHING,
     ) -> Arrival:
         """Pack an upload for the reply, and return what the server will make of it.
+
+        The packet is stored in `uploads` by the scope of the job, or None if all of it gets lost.
 
         Args:
             payload: What the client sends.
@@ -146,11 +157,13 @@ def reach_of(
 ) -> Submodel | None:
     """Return the positions that arrive if this many columns do. None: nothing arrives.
 
+    They are the first positions of the sub-model.
+
     Args:
-        link: Link of the run.
+        link: Link of the run. Its loss gives the width of a column.
         submodel: Positions that are sent.
-        columns: Columns that arrive. None: all.
-        transmission: Client, round and direction.
+        columns: Columns that arrive. None: all. 0: nothing.
+        transmission: Client, round and direction. Its world has the family.
     """
     if columns is None:
         return submodel
@@ -160,12 +173,14 @@ def reach_of(
 
 
 def columns_of(link: Link, submodel: Submodel, transmission: Transmission) -> int | None:
-    """Return the number of columns that arrive in a simulated transmission. None: all.
+    """Return the number of columns that arrive in a simulated transmission.
+
+    The result is None if all arrive, and 0 if nothing does.
 
     Args:
         link: Link of the run.
         submodel: Positions that are sent.
-        transmission: Client, round and direction.
+        transmission: Client, round and direction, which give the random numbers.
     """
     if link.loss is None or not link.lossy:
         return None

@@ -50,16 +50,19 @@ class Attendance:
 
     @property
     def replied(self) -> tuple[int, ...]:
-        """Return the clients whose round counted, in ascending order."""
+        """Return the clients that were asked and whose reply was used, in ascending order."""
         return tuple(sorted({*self.asked} - {*self.absent}))
 
     @property
     def absent(self) -> tuple[int, ...]:
-        """Return the clients whose round did not count, in ascending order."""
+        """Return the clients without a usable reply, in ascending order.
+
+        Their reply is missing, says that the device failed, or was refused.
+        """
         return tuple(sorted({**self.missing, **self.failed, **self.refused}))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the attendance as values that JSON can hold."""
+        """Return the attendance as values that JSON can hold. Keys are texts."""
         reasons = {
             name: {str(client): reason for client, reason in getattr(self, name).items()}
             for name in ("missing", "failed", "refused")
@@ -102,7 +105,7 @@ class Outcome:
     late: dict[int, float] = field(default_factory=dict)
 
     def charge(self, client: int, down: int, up: int, macs: int, first: int = 0) -> None:
-        """Add to the costs of a client.
+        """Add the costs of a job to those of its client, in-place.
 
         Args:
             client: Number of the client.
@@ -119,11 +122,14 @@ class Outcome:
 
     @property
     def total(self) -> Spent:
-        """Return the sum of all clients' costs."""
+        """Return the sum of all clients' costs. It is zero if no client took part."""
         return Spent(*(sum(column) for column in zip(*self.costs.values(), strict=True)))
 
     def join(self, other: Outcome) -> None:
-        """Add the outcome of other clients of the cohort to this one."""
+        """Add the outcome `other` of further clients of the same cohort to this one, in-place.
+
+        Attendance and late clients are not joined, because engines that split a cohort have none.
+        """
         self.memory.update(other.memory)
         self.losses += other.losses
         self.missing.update(other.missing)
@@ -148,13 +154,16 @@ class Engine(ABC):
     def train(
         self, federation: Federation, server: Server, jobs: Sequence[Job], fold: Fold
     ) -> Outcome:
-        """Send jobs to their clients, and add the updates that come back to the fold.
+        """Train jobs on their clients, and add the resulting updates to the fold.
 
         Args:
             federation: World, method and link.
-            server: State that the round starts from.
+            server: State that the round starts from. It is not changed.
             jobs: Jobs of the round.
             fold: Fold that collects updates. It is changed in-place.
+
+        Returns:
+            The clients' new memories, losses and costs, and the clients that did not reply.
         """
 
     def foreseen(
@@ -187,7 +196,10 @@ class Engine(ABC):
             federation: World, method and link.
             exams: Tests to run.
             batch_size: Samples that are run together.
-            by_domain: True: scores of each domain are returned too.
+            by_domain: True: scores of each domain are returned too, in `Score.domains`.
+
+        Returns:
+            One score for each test, in the order of `exams`.
         """
 
     @abstractmethod
@@ -202,9 +214,12 @@ class Engine(ABC):
 
         Args:
             federation: World, method and link.
-            nets: Sub-models and their weights.
+            nets: Sub-models and their weights. The weights are not changed.
             batch_size: Statistics are means over batches of this size.
             client: Client whose samples are used. None: the pooled samples of all clients.
+
+        Returns:
+            Norm statistics by name for each net, in the order of `nets`.
         """
 
     @abstractmethod
@@ -233,7 +248,10 @@ class Engine(ABC):
 
     @abstractmethod
     def on_public(self, world: World) -> Engine:
-        """Return an engine with which the server trains on the public samples of a world."""
+        """Return an engine whose only client has all public samples of `world`.
+
+        The server trains its own nets with it.
+        """
 
     @abstractmethod
     def size(self, client: int) -> int:
@@ -247,7 +265,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def has_validation(self) -> bool:
-        """Return True if clients hold back training samples for validation."""
+        """Return True if clients hold back some of their training samples for validation."""
 
     def online(self) -> Sequence[int] | None:
         """Return the clients that can be reached now, in ascending order. None: all clients."""
@@ -262,5 +280,8 @@ class Engine(ABC):
 
     @property
     def settings(self) -> Mapping[str, bool | int | float | str]:
-        """Return the options that change a result's last digits. Checkpoints store them."""
+        """Return the options of the engine that change a result's last digits, by name.
+
+        Checkpoints store them. By default there are none.
+        """
         return {}

@@ -118,13 +118,14 @@ class EvalSpec:
         targets: Tensor,
         start_noise: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Return the norm statistics that the only net sees.
+        """Return the norm statistics that a net measures on its samples, by name.
 
-        The function is pure and may be vmapped.
+        The spec has one net only. The samples are attacked first if the spec has an attack. The
+        function is pure and may be vmapped.
 
         Args:
             world: Family and task.
-            weights: Weights of the nets, by scope and name.
+            weights: Weights of the net, by name.
             inputs: (sample, …) Samples.
             targets: (sample, …) Their targets, which an attack needs.
             start_noise: Starting point of the attack (`drawn`). None: there is no attack.
@@ -133,12 +134,15 @@ class EvalSpec:
         return world.family.member(self.nets[0]).net(weights, net_inputs, self.mode)[1]
 
     def drawn(self, seed: int, rows: Tensor, like: Tensor) -> Tensor | None:
-        """Draw the starting point of an attack, or return None if there is no attack.
+        """Draw the random starting point of an attack, or return None if there is no attack.
+
+        The numbers are in [0, 1). They depend on the seed and the row of a sample, not on its
+        batch.
 
         Args:
             seed: Random seed of the run.
             rows: (sample,) Rows of the samples in their set.
-            like: Inputs, whose shape, type and device are used.
+            like: (sample, …) Inputs, whose shape, type and device are used.
         """
         if self.attack is None:
             return None
@@ -146,7 +150,15 @@ class EvalSpec:
 
 
 def compared_passes(local: LocalTraining, norm: NormPolicy) -> tuple[Pass, Pass]:
-    """Return the two passes, training and deployed, in which a net must equal its module."""
+    """Return how nets run in training, and how they run when deployed.
+
+    In both modes a net must give the same outputs as its module. The scaler of training is left
+    out.
+
+    Args:
+        local: Settings of local training, whose norm policy gives the statistics in training.
+        norm: Norm policy that gives the deployed mode.
+    """
     return Pass(train=True, statistics=train_pass(local).statistics), norm.evaluation_pass
 
 
@@ -176,5 +188,10 @@ def mixed(family: Family, nets: Submodels, weights: Weights, inputs: Tensor, mod
 
 
 def joined(nets: Submodels, weights: Mapping[Submodel, Weights]) -> dict[str, Tensor]:
-    """Return the weights of several nets in one dictionary, by scope and name."""
+    """Return the weights of several nets in one dictionary, by scope and name.
+
+    Args:
+        nets: Sub-models, each with a scope of its own.
+        weights: Weights of each sub-model, by name without scope. Others than `nets` are ignored.
+    """
     return {net.scope + name: value for net in nets for name, value in weights[net].items()}

@@ -96,11 +96,14 @@ class Evaluation:
 
     @property
     def logit(self) -> float:
-        """Return the logit of classes that a client lacks."""
+        """Return the logit of classes that a client lacks: 0, or −∞ if they are hidden."""
         return 0.0 if self.absent == "zero" else -torch.inf
 
     def samples(self, data: FederatedData) -> FederatedData:
-        """Return data whose test set has the samples of this evaluation.
+        """Return data whose test set has the samples that this evaluation tests on.
+
+        This is `data` itself if the test set is evaluated. Else the samples that clients hold back
+        for validation replace the test set.
 
         Raises:
             ConfigError: Validation samples are to be evaluated on, and clients hold back none.
@@ -121,12 +124,13 @@ def grade(
 ) -> Grades:
     """Test the model that each budget would get, and add the method's own figures.
 
-    The method's figures describe the whole model. A figure that is not finite is left out, because
-    JSON cannot hold it.
+    The method's figures (`Method.figures`) are stored under the key of the whole model. Such a
+    figure is left out if it is not finite, because JSON cannot hold it. If clients keep nets of
+    their own, these are tested too.
 
     Args:
         federation: World, method and link.
-        server: State to test.
+        server: State to test, with the memories of clients.
         fleet: Clients and their budgets.
         engine: Engine that has the samples.
         how: Settings of the evaluation.
@@ -148,10 +152,19 @@ def grade(
 def _kept_by_clients(
     federation: Federation, server: Server, fleet: Fleet, engine: Engine, how: Evaluation
 ) -> dict[str, dict[str, float]]:
-    """Test the nets that clients keep, on all test samples and on their own.
+    """Test the nets that clients keep, on all test samples and on each client's own.
+
+    At most `how.clients` clients are tested, among those with a memory.
+
+    Args:
+        federation: World, method and link.
+        server: State with the memories of clients.
+        fleet: Clients and their budgets.
+        engine: Engine that has the samples.
+        how: Settings of the evaluation.
 
     Returns:
-        The main figure by metric name, and then by the label of the budget.
+        The main figure, averaged over clients, by metric name and then by the key of the budget.
     """
     task = federation.world.task
     scores_by_metric: dict[str, list[Score]] = {}
@@ -170,7 +183,18 @@ def _kept_by_clients(
 def _clients_with_memory(
     federation: Federation, fleet: Fleet, server: Server, engine: Engine, how: Evaluation
 ) -> list[Client]:
-    """Draw clients among those with a memory, each with its budget in the last round it trained."""
+    """Draw at most `how.clients` clients among those with a memory of a net without scope.
+
+    They are in ascending order, and the draw depends on the random seed of the run. Each client has
+    the budget of the last round in which it trained.
+
+    Args:
+        federation: World, method and link.
+        fleet: Clients and their budgets.
+        server: State with the memories of clients.
+        engine: Engine that has the numbers of samples.
+        how: Settings of the evaluation.
+    """
     seed = federation.world.seed
     pool = sorted({client for client, scope in server.memory if not scope})
     count = min(how.clients, len(pool))
@@ -184,7 +208,18 @@ def _clients_with_memory(
 def _tests_of_kept_nets(
     federation: Federation, server: Server, client: Client, engine: Engine, how: Evaluation
 ) -> Iterator[tuple[str, EvalJob]]:
-    """Yield tests of the nets that a client keeps, each with the name of its metric."""
+    """Yield tests of the nets that a client keeps, each with the name of its metric.
+
+    A net named `private` gives `private_accuracy` on all test samples. If clients have test samples
+    of their own, `local_private_accuracy` on those follows.
+
+    Args:
+        federation: World, method and link.
+        server: State with the client's memory.
+        client: Client whose nets are tested.
+        engine: Engine that has the samples.
+        how: Settings of the evaluation.
+    """
     method = federation.method
     world = federation.world
     main = world.task.main.name
@@ -208,7 +243,14 @@ def _tests_of_kept_nets(
 def _remembered(
     federation: Federation, net: Submodel, memory: ClientState, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return a net's weights from a client's memory, with initial weights where it has none."""
+    """Return a net's weights by name: those of a client's memory, else the initial ones.
+
+    Args:
+        federation: World, method and link.
+        net: Sub-model whose positions the result has.
+        memory: What the client kept from earlier rounds.
+        device: Device of the initial weights.
+    """
     cutter = federation.world.family.cutter
     initial = federation.initial_on(device)
     names = [name for name in federation.world.family.member(net).names if name in initial]
@@ -220,6 +262,9 @@ def gradients_at(
     federation: Federation, server: Server, engine: Engine, how: Evaluation
 ) -> Gradients:
     """Return a function that computes gradients at the server's state, for methods to call.
+
+    The function takes nets and a number of samples (`Gradients`). It returns the gradient of each
+    net's mean loss over that many pooled training samples, by name.
 
     Args:
         federation: World, method and link.
@@ -240,9 +285,17 @@ def gradients_at(
 def _tested(
     federation: Federation, server: Server, fleet: Fleet, engine: Engine, how: Evaluation
 ) -> Grades:
-    """Test the model that each budget would get from the server.
+    """Test the model that each budget would get from the server, on all test samples.
 
-    If a method is personal, the clients' own models are tested instead.
+    The widest model is also tested on the samples of single clients, and models are attacked, if
+    `how` says so. If a method is personal, the clients' own models are tested instead.
+
+    Args:
+        federation: World, method and link.
+        server: State to test. Its candidates are ranked first, if the method has any.
+        fleet: Clients and their budgets.
+        engine: Engine that has the samples.
+        how: Settings of the evaluation.
     """
     server = ranked(federation, server, engine)
     if federation.method.personal:
@@ -278,7 +331,17 @@ def _tested(
 def _tested_personal(
     federation: Federation, server: Server, fleet: Fleet, engine: Engine, how: Evaluation
 ) -> Grades:
-    """Test the clients' own models, a few clients at a time."""
+    """Test the clients' own models of a personal method, and average over clients with one budget.
+
+    At most `how.clients` clients are tested, 16 at a time because each has weights of its own.
+
+    Args:
+        federation: World, method and link.
+        server: State that clients download from, with their memories.
+        fleet: Clients and their budgets.
+        engine: Engine that has the samples.
+        how: Settings of the evaluation.
+    """
     task = federation.world.task
     scores: list[Score] = []
     validated: list[Score] = []
@@ -299,7 +362,17 @@ def _tested_personal(
 def _on_validation(
     federation: Federation, tests: Sequence[EvalJob], engine: Engine, how: Evaluation
 ) -> list[Score]:
-    """Test the same nets on validation samples, if these select the best round."""
+    """Repeat tests on validation samples, if these select the best round.
+
+    Args:
+        federation: World, method and link.
+        tests: Tests on other samples. They do not change.
+        engine: Engine that has the samples.
+        how: Settings of the evaluation.
+
+    Returns:
+        One score for each test. Empty: `how` or the engine has no validation besides the test set.
+    """
     if not how.validates(engine):
         return []
     return engine.evaluate(
@@ -314,9 +387,16 @@ def _by_client(
     engine: Engine,
     how: Evaluation,
 ) -> list[EvalJob]:
-    """Return a copy of each test for each client's own test samples.
+    """Return a copy of each test for each client's own test samples, test after test.
 
     If clients have no test samples of their own, the tests are returned unchanged.
+
+    Args:
+        tests: Tests on all test samples.
+        clients: Clients whose samples are tested on.
+        federation: It says whether only a client's own classes count.
+        engine: Engine that has the samples.
+        how: Settings of the evaluation, with the logit of absent classes.
     """
     if not engine.tests_by_client:
         return list(tests)
@@ -334,7 +414,17 @@ def _under_attack(
     """Test the same nets with and without an attack, at every robustness setting.
 
     Keys of the result are `standard/0.2` and `robust/0.2` for a robustness of 0.2. Nets without
-    dual norms have a single setting, and the keys are `standard` and `robust`.
+    dual norms have a single setting, and the keys are `standard` and `robust`. The result is empty
+    if `how.robustness` is.
+
+    Args:
+        federation: World, method and link.
+        engine: Engine that has the samples.
+        how: Settings of the evaluation, with the attack.
+        tests: Tests without an attack. They do not change.
+
+    Returns:
+        Scores by key, one for each test in the order of `tests`.
     """
     levels = [
         (f"/{float(robustness_level)}", float(robustness_level))
@@ -365,7 +455,15 @@ def _tested_clients(
     """Return the clients that are tested on their own samples, at most `how.clients` drawn ones.
 
     For a personal method they are drawn among clients that have trained, because most clients of a
-    large fleet never have.
+    large fleet never have. If too few have trained, they are drawn among all. Each has its budget
+    of the current round, or for a personal method of the last round in which it trained.
+
+    Args:
+        federation: World, method and link.
+        fleet: Clients and their budgets.
+        server: State with the memories of clients.
+        engine: Engine that has the numbers of samples.
+        how: Settings of the evaluation.
     """
     personal = federation.method.personal
     seed = federation.world.seed
@@ -385,7 +483,10 @@ def _tested_clients(
 
 
 def _in_batches(clients: list[Client], count: int = 16) -> Iterator[list[Client]]:
-    """Yield clients in batches: large enough to stack, small enough to fit in memory."""
+    """Yield clients in order, in batches of at most `count` that are tested at once.
+
+    Larger batches stack better, and smaller ones need less memory.
+    """
     for first in range(0, len(clients), count):
         yield clients[first : first + count]
 
@@ -423,5 +524,8 @@ def own_test(
 
 
 def _among_own_classes(federation: Federation) -> bool:
-    """Return True if clients train, and are therefore tested, on their own classes only."""
+    """Return True if a client is tested on the classes that it holds only, as it is trained.
+
+    That is so if the loss is masked by client, and the task has classes.
+    """
     return federation.method.local.masked == "client" and federation.world.task.has_classes

@@ -36,12 +36,12 @@ class World:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type in which weights and sums are kept."""
+        """Return the type of weights, and of sums over them, for the precision of the run."""
         return DTYPES[self.precision]
 
     @property
     def num_public(self) -> int:
-        """Return the number of public samples."""
+        """Return the number of public samples, or 0 if the world has none."""
         return 0 if self.public is None else len(self.public)
 
 
@@ -64,11 +64,18 @@ class Federation:
 
     @cached_property
     def initial(self) -> Weights:
-        """Return the weights before the first round, by scope and name, on the CPU."""
+        """Return all weights before the first round, by scope and name, on the CPU.
+
+        They are cached. They are those that came from the server (`received`), or else the method
+        draws them.
+        """
         return self.method.initial(self.world) if self.received is None else self.received
 
     def initial_on(self, device: torch.device) -> Weights:
-        """Return the initial weights on a device. They are copied there once."""
+        """Return all weights before the first round on a device, by scope and name.
+
+        They are copied to each device once, and must not be modified.
+        """
         if device not in self._placed:
             initial = self.initial
             placed: Weights = {name: value.to(device) for name, value in initial.items()}

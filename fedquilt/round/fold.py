@@ -24,11 +24,13 @@ Weighting = Literal["uniform", "data", "model", "updates", "both"]
 def client_weight(update: Update, weighting: Weighting, cutter: Cutter) -> float:
     """Return a client's weight in the mean, p_m of FedRolex (equation 10, appendices A.2 and A.3).
 
+    The weight is multiplied by `update.times`.
+
     Args:
         update: Update of the client.
-        weighting: `uniform` gives 1. `data` gives the number of samples, `model` the number of
-            kernels of its net, `updates` its optimizer steps in all rounds so far, and `both` the
-            product of the last two.
+        weighting: `uniform` gives 1. `data` gives the number of samples, and `model` the number of
+            kernels of its net. `updates` gives its optimizer steps in all rounds so far. `both`
+            gives kernels times steps.
         cutter: It counts kernels.
     """
     kernels = cutter.kernels(update.job.submodel.arch) if weighting in ("model", "both") else 1
@@ -50,7 +52,7 @@ class Fold(Protocol):
     """Contract of a fold: a running merge of updates."""
 
     def add(self, update: Update) -> None:
-        """Add one update."""
+        """Add one update of a client. The update is not kept."""
 
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
         """Add many updates that sent the same positions.
@@ -61,10 +63,17 @@ class Fold(Protocol):
         """
 
     def join(self, other: Self) -> None:
-        """Add the partial result of another worker, whose fold is `other`."""
+        """Add the sums of `other`, a fold of the same kind that has updates of further clients.
+
+        Workers each fold their own clients, and their folds are joined afterwards.
+        """
 
     def finish(self, server: Server) -> Merged:
-        """Return the new weights, slots and extras of the server."""
+        """Return the new weights, slots and extras of the server.
+
+        Args:
+            server: State at the start of the round. It is not changed.
+        """
 
 
 class Merged(NamedTuple):
@@ -134,7 +143,14 @@ def merged_of(method: Method, fold: Fold, server: Server) -> Merged:
 
 
 def _wrong_weights(merged: object, server: Weights) -> str:
-    """Describe what is wrong with merged weights. The text is empty if they match the server's."""
+    """Describe the first difference between merged weights and those of the server.
+
+    Names, shapes and types must match. Values are not compared. The text is empty if all match.
+
+    Args:
+        merged: Weights that a fold returned. A user's fold may return anything.
+        server: Weights of the server, by scope and name.
+    """
     if not isinstance(merged, Mapping):
         return f"a {type(merged).__name__} in place of weights"
     for name in {**server, **merged}:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def share_label(method: Method, budget: Budget, world: World) -> str:
-    """Return the key of a client's budget in records, usually the share that it can train.
+    """Return the key of a client's budget in records, such as "0.5", as `Method.key` names it.
+
+    It is usually the share that the client can train.
 
     Args:
         method: The method that names keys.
@@ -25,24 +27,39 @@ def share_label(method: Method, budget: Budget, world: World) -> str:
 
 
 def share_key(share: float, budget: Budget) -> str:
-    """Return the key of a share, rounded to four decimals unless the budget names this share."""
+    """Return a share as a key of records, such as "0.5".
+
+    The share is rounded to four decimals, unless it is exactly the share that the budget names.
+
+    Args:
+        share: Share that a client can train.
+        budget: Budget of the client.
+    """
     return str(float(share if share == budget.share else round(share, 4)))
 
 
 def tested_budgets(method: Method, budgets: Sequence[Budget]) -> Sequence[Budget]:
-    """Return the budgets of a fleet for which the server may have nets of their own."""
+    """Return the budgets of a fleet that are tested one by one.
+
+    The result is empty if all devices get the same net, because then the whole model is tested.
+
+    Args:
+        method: Method of the run.
+        budgets: Budgets of the fleet.
+    """
     return () if method.serves_one_net else budgets
 
 
 def short_share(key: str) -> str:
-    """Return the key of a record as tables show it: `0.5`, or `1` for the whole model."""
+    """Return the key of a share as tables show it, such as `0.5`, or `1` for "1.0"."""
     return f"{float(key):g}"
 
 
 def bounds_label(budget: Budget) -> str:
     """Return the bounds of a budget with their units, such as `28M MACs, 8 MB`.
 
-    The text is empty if the budget has only a share.
+    They are the bounds on parameters, multiply-adds and memory, in this order. The text is empty if
+    the budget has only a share.
     """
     bounds = {
         "params": budget.params is not None and f"{amount(budget.params)} parameters",
@@ -72,15 +89,16 @@ def budgets_by_share(
 def labels_by_share(
     method: Method, budgets: Sequence[Budget], world: World, shares: Sequence[float] = ()
 ) -> dict[str, str]:
-    """Return the names that tables and logs show for keys of records.
+    """Return the names that tables and logs show, by the key of a record.
 
-    Keys whose name is just the share are left out.
+    Budgets with one key are named together. Keys whose name is just the share are left out. Names
+    that would be equal get the share behind them.
 
     Args:
         method: The method that names them.
-        budgets: Budgets of the fleet. Those with one key are named together.
+        budgets: Budgets of the fleet.
         world: What the method may look at.
-        shares: Further shares that are evaluated.
+        shares: Further shares that are evaluated. The whole model is always included.
     """
     labels_by_key: dict[str, list[str]] = {}
     for budget in (*budgets, *(Budget(share=share) for share in (1.0, *shares))):

@@ -73,7 +73,11 @@ class _Progress:
     failures: int = 0  # Comparisons in a row without progress
 
     def take(self, value: float) -> None:
-        """Compare the weights with the best so far. Smaller values are better."""
+        """Record the value of the current weights, where smaller is better.
+
+        If it is below the best so far, the weights become the best ones. Else it counts as a
+        failure.
+        """
         if value < self.best:
             self.best = value
             self.best_weights = self.weights
@@ -85,13 +89,18 @@ class _Progress:
 def learn(
     federation: Federation, server: Server, merged: Merged, engine: Engine
 ) -> tuple[Server, Learnt]:
-    """Run the server's own training, and return its new state and the costs.
+    """Run the server's own training (`Method.learn`), and return its new state and the costs.
+
+    The state is `server` itself if the method does not train on the server.
 
     Args:
         federation: World, method and link.
         server: State after the merge.
         merged: Result of the fold, with the outputs of teachers.
         engine: Engine of the run. It trains students as it trains clients.
+
+    Raises:
+        DivergenceError: Outputs of teachers are not finite, or students diverge.
     """
     began = time.perf_counter()
     macs = merged.macs
@@ -157,7 +166,10 @@ class _StudentTrainer:
 
     @property
     def best(self) -> dict[str, Tensor]:
-        """Return the best weights of all students, by scope and name."""
+        """Return the best weights so far of all students, by scope and name.
+
+        These may be the weights before the first step.
+        """
         return {
             name: weight
             for progress in self._progress.values()
@@ -165,7 +177,11 @@ class _StudentTrainer:
         }
 
     def train(self) -> None:
-        """Train until every student has taken all steps or has stopped making progress."""
+        """Train until every student has taken all steps or has stopped making progress.
+
+        After every few steps, students are compared with the teacher, and each one's best weights
+        are kept.
+        """
         how = self._teaching.how
         for check in range(math.ceil(how.steps / how.steps_per_check)):
             active = [
@@ -183,7 +199,15 @@ class _StudentTrainer:
                 self._progress[student].take(value)
 
     def _train(self, active: Sequence[Submodel], check: int) -> None:
-        """Train students for the steps between two comparisons."""
+        """Train students for the steps between two comparisons, and store their new weights.
+
+        Each student is a job of one client, the server, with all public samples that are not held
+        back.
+
+        Args:
+            active: Students that are still trained.
+            check: Number of comparisons since the first step of the round, from 0.
+        """
         jobs = [
             Job(_SERVER, student, self._server.round * _MAX_CHECKS + check) for student in active
         ]
@@ -215,7 +239,7 @@ class _StudentTrainer:
 
     @contextmanager
     def _blamed(self) -> Iterator[None]:
-        """Raise a divergence of students as an error that names the server and not a client."""
+        """Raise a DivergenceError inside as one that names the server and not a client."""
         try:
             yield
         except DivergenceError as error:
@@ -228,7 +252,15 @@ class _StudentTrainer:
     def _compared(
         self, students: Sequence[Submodel], weights: Mapping[str, Tensor]
     ) -> dict[Submodel, float]:
-        """Return a value for each student. Smaller values are better."""
+        """Return a measure of each student's progress, where smaller is better.
+
+        It is the loss on public samples that are held back, or the negated score on labelled
+        samples of clients (`ServerTraining.stop_by`).
+
+        Args:
+            students: Students to compare.
+            weights: Their weights, by scope and name.
+        """
         if self._teaching.how.stop_by == "labels":
             state = replace(self._server, weights={**self._server.weights, **weights})
             scores = scored(self._federation, state, tuple(students), self._engine)
@@ -236,7 +268,14 @@ class _StudentTrainer:
         return {student: self._held_loss(student, weights) for student in students}
 
     def _held_loss(self, student: Submodel, weights: Mapping[str, Tensor]) -> float:
-        """Return a student's mean loss on the public samples that are held back."""
+        """Return a student's mean loss on the public samples that are held back.
+
+        The net runs as in evaluation. Its multiply-adds are counted in `macs`.
+
+        Args:
+            student: The student's sub-model.
+            weights: Weights of students, by scope and name.
+        """
         world, (samples, rows) = self._federation.world, self._held
         member = world.family.member(student)
         device = samples.device

@@ -83,7 +83,10 @@ class Mean(Fold):
     _old: Weights = field(default_factory=dict)
 
     def begin(self, server: Server) -> Self:
-        """Start a mean over a server's state, and return it."""
+        """Start a mean over updates of `server`, and return this fold itself.
+
+        The server's weights are stored, because they have the shapes of all weights.
+        """
         self._old = server.weights
         return self
 
@@ -127,7 +130,14 @@ class Mean(Fold):
                 self._count(submodel, home, state, weight, effective_steps)
 
     def _pieces(self, scope: str, weights: Weights) -> dict[Piece, dict[str, Tensor]]:
-        """Group the weights of a scope by the piece that each of them belongs to."""
+        """Group the weights of a scope by the piece that each of them belongs to.
+
+        Norm statistics are apart from weights that were learnt. A large weight on a CPU is alone.
+
+        Args:
+            scope: Scope of the net.
+            weights: Weights of a cut, by name without scope. Sizes are those of the whole weights.
+        """
         pieces: dict[Piece, dict[str, Tensor]] = {}
         for name, value in weights.items():
             full_weight = self._old[scope + name]
@@ -150,7 +160,15 @@ class Mean(Fold):
         self.cutter.add(self._room(piece, parts), submodel, parts, scale, home)
 
     def _room(self, piece: Piece, names: Iterable[str]) -> Flat:
-        """Return the sums of a piece, with zeros for weights that nobody has sent before."""
+        """Return the sums of a piece, to which updates are added in-place.
+
+        Weights of the piece that nobody has sent before are added to it as zeros, in the server's
+        shape.
+
+        Args:
+            piece: The piece. It is created if it has no sums yet.
+            names: Names of the weights that are needed, without the scope.
+        """
         sums = self._sums.get(piece)
         parts = sums.parts if sums is not None else {}
         new = {
@@ -218,7 +236,19 @@ class Mean(Fold):
         touched: Tensor | None,
         slots: dict[str, dict[str, Tensor]],
     ) -> Tensor:
-        """Apply the server's optimizer. Positions that no client held keep their slots."""
+        """Apply the server's optimizer to one piece, and return the new weights as a vector.
+
+        Positions that no client held keep their slots. Their new weights have no meaning, and the
+        caller restores them.
+
+        Args:
+            scope: Scope of the piece.
+            sums: Sums of the piece, for its names and shapes.
+            old: (value,) Weights before the round.
+            mean: (value,) Mean of the clients.
+            touched: (value,) True where some client held the position. None: everywhere.
+            slots: Slots of the optimizer, by slot, scope and name. They are updated in-place.
+        """
         old_slots = {}
         for slot in self.optimizer.slots:
             server_slots = slots.setdefault(slot, {})
@@ -235,7 +265,13 @@ class Mean(Fold):
         return old + step
 
     def _tally(self, scope: str, sums: Flat, column: int) -> Tally:
-        """Sum one of the three weights of clients at each position of a piece that they held."""
+        """Sum one of the three weights of clients at each position of a piece that they held.
+
+        Args:
+            scope: Scope of the piece.
+            sums: Sums of the piece, for its names and shapes.
+            column: Which weight is summed: `_RATIO` for p/a, `_WEIGHT` for p, or `_PACED` for p·a.
+        """
         cuts = [
             (submodel, home, [name for name in sums.shapes if name in names], values[column])
             for (submodel, home, names), values in self._held.items()
@@ -337,7 +373,7 @@ class ExtrasMean:
     _sums: dict[str, tuple[Tensor, float]] = field(default_factory=dict)  # Σ p·value and Σ p
 
     def add(self, update: Update) -> None:
-        """Add the extras of one update."""
+        """Add the extras of one update to the sums, with the client's weight."""
         weight = client_weight(update, self.weighting, self.cutter)
         for name, value in update.extras.items():
             self._add(name, weight * value, weight)
@@ -352,7 +388,7 @@ class ExtrasMean:
             self._add(name, value, weight)
 
     def finish(self, server: Server) -> Extras:
-        """Return the server's new extras."""
+        """Return all extras of `server` by name, with means for those that clients sent."""
         return {
             **server.extras,
             **{name: total / count for name, (total, count) in self._sums.items()},
@@ -360,7 +396,11 @@ class ExtrasMean:
 
 
 def as_weights(server: Server, slot: str) -> Server:
-    """Return the state `server` with a slot in place of the weights, for the fold of the slot."""
+    """Return the state `server` with a slot in place of the weights, for the fold of the slot.
+
+    Raises:
+        ConfigError: The server has no slot of this name.
+    """
     if slot not in server.slots:
         raise ConfigError(
             f"a fold of the slot {slot!r} was asked for; the server has {sorted(server.slots)}. "
@@ -370,13 +410,19 @@ def as_weights(server: Server, slot: str) -> Server:
 
 
 def _of_slot(update: Update, slot: str) -> Update:
-    """Return an update in which a slot replaces the weights."""
+    """Return a copy of an update whose payloads have the tensors of a slot as their weights.
+
+    Payloads without the slot have no weights.
+    """
     sent = tuple(Payload(payload.submodel, payload.slots.get(slot, {})) for payload in update.sent)
     return replace(update, sent=sent)
 
 
 def _stacked(states: Sequence[Weights]) -> dict[str, Tensor]:
-    """Stack the tensors of several clients, with the clients in dimension 0."""
+    """Stack the tensors of several clients by name, with the clients in dimension 0.
+
+    All clients have the same names and shapes.
+    """
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 

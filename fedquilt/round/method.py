@@ -111,7 +111,11 @@ class Method(OptionalSteps):
     demo_federation: ClassVar[Mapping[str, Any]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Check the budgets of a subclass with its own `plan`, unless it opts out itself."""
+        """Set `ignores_budgets` to False for a subclass with its own `plan`.
+
+        So its budgets are checked, even if the parent ignores them. A subclass that sets
+        `ignores_budgets` itself keeps its value.
+        """
         super().__init_subclass__(**options)
         if "plan" in vars(cls) and "ignores_budgets" not in vars(cls):
             cls.ignores_budgets = False
@@ -139,7 +143,10 @@ class Method(OptionalSteps):
 
     @property
     def personal(self) -> bool:
-        """Return True if clients have their own models, so that accuracy is a mean over them."""
+        """Return True if clients have models of their own, because of the norm policy.
+
+        Then each client's model is tested, and accuracy is a mean over clients.
+        """
         return self.local.norm.personal
 
     @property
@@ -160,7 +167,7 @@ class Method(OptionalSteps):
         return replace(self, local=self.local.changed(**changes))
 
     def shortened(self) -> Self:
-        """Return the method with one epoch and batches of 4, so that `fedquilt check` is quick."""
+        """Return a copy of the method with one epoch and batches of 4, for `fedquilt check`."""
         return self.with_local(epochs=1, batch_size=4)
 
     def initial(self, world: World) -> dict[str, Tensor]:
@@ -219,7 +226,7 @@ class Method(OptionalSteps):
         return world.family.fit(budget, rounding, self._step_within(budget, world))
 
     def trainable_share(self, budget: Budget, world: World, rounding: Rounding = "floor") -> float:
-        """Return the share of every axis that a client can train.
+        """Return the largest share of every axis with which a client can train, in (0, 1].
 
         Args:
             budget: Bounds of the client. A bound on memory is on the training step.
@@ -229,7 +236,7 @@ class Method(OptionalSteps):
         return world.family.share(budget, rounding, self._step_within(budget, world))
 
     def runnable_share(self, budget: Budget, world: World) -> float:
-        """Return the share of every axis that a device can run.
+        """Return the largest share of every axis with which a device can run the net, in (0, 1].
 
         Args:
             budget: Budget of the device. Its memory is that of inference.
@@ -269,8 +276,10 @@ class Method(OptionalSteps):
     def own(self, server: Server, client: Client, world: World) -> Submodels:
         """Return a client's own nets, for a personal method: those that it trained last.
 
+        By default this is the plan of the last round in which the client trained.
+
         Args:
-            server: State of the server.
+            server: State of the server, which has the clients' memories.
             client: Client whose nets are returned.
             world: The family, and the precision of the run.
         """
@@ -315,7 +324,10 @@ class Method(OptionalSteps):
         return self.trainable_share(job.client.budget, world)
 
     def lr(self, round: int) -> float:
-        """Return the clients' learning rate in a round, counted from 0."""
+        """Return the clients' learning rate in a round, counted from 0.
+
+        It is the optimizer's rate times the factor of the schedule over rounds.
+        """
         return self.local.optimizer.lr * self.local.schedule(round)
 
     def fold(self, server: Server, world: World) -> Fold:
@@ -335,7 +347,7 @@ class Method(OptionalSteps):
     def label(self, budget: Budget, world: World) -> str:
         """Return the name that tables and logs show for the results of a budget.
 
-        The keys of `accuracy` are shares in any case.
+        The keys of `accuracy` in records are shares in any case.
 
         Args:
             budget: Budget of a device. It is named by its bounds with units, or by its share if it
@@ -389,11 +401,16 @@ class Method(OptionalSteps):
 
 
 def whatever_the_budget(share: float) -> str:
-    """Return the note of a method whose clients all train the same share."""
+    """Return the note, for readers of results, that all clients train the same `share`."""
     return f"every client trains share {share:g}, whatever its budget"
 
 
 def narrower(member: Arch, limit: Arch) -> Arch:
-    """Return a member with every axis at most as wide as in the member `limit`."""
+    """Return a member whose axes are at most as wide as those of another member.
+
+    Args:
+        member: Member to narrow. Its variant stays the same.
+        limit: Member that bounds the width of each axis.
+    """
     widths = tuple((axis, min(width, limit.sizes[axis])) for axis, width in member.widths)
     return replace(member, widths=widths)

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 def mean_statistics(measured: Sequence[Weights], count: int) -> dict[str, Tensor]:
     """Return the mean of norm statistics over batches, which HeteroFL calls the static norm.
 
-    It equals torch's cumulative average (`momentum=None`).
+    Each batch counts once, whatever its size. It equals torch's cumulative average
+    (`momentum=None`).
 
     Args:
         measured: Statistics of single batches, or sums over several batches, by name.
-        count: Number of batches.
+        count: Number of batches in all.
     """
     return {
         name: torch.stack([statistics[name] for statistics in measured]).sum(0) / count
@@ -37,7 +38,15 @@ def mean_statistics(measured: Sequence[Weights], count: int) -> dict[str, Tensor
 
 
 def both_statistics(clean: Weights, noised: Weights) -> dict[str, Tensor]:
-    """Merge two sets of norm statistics. Norms that are in both sets get their mean."""
+    """Merge the norm statistics of clean and attacked samples, by name.
+
+    Norms that saw both kinds get the mean of the two. Those of dual norms, which saw one kind, are
+    copied.
+
+    Args:
+        clean: Statistics of a pass over clean samples.
+        noised: Statistics of a pass over attacked samples.
+    """
     return {
         **noised,
         **{name: (v + noised[name]) / 2 if name in noised else v for name, v in clean.items()},
@@ -53,12 +62,17 @@ def measured_statistics(
 ) -> list[dict[str, Tensor]]:
     """Measure the norm statistics of nets on the samples that the method's norm policy names.
 
+    These are public samples if the policy needs them, else training samples of clients.
+
     Args:
         federation: Its method's norm policy measures statistics.
-        nets: Sub-models and their weights.
+        nets: Sub-models and their weights. The weights are not changed.
         engine: It has the samples of clients.
         batch_size: Statistics are means over batches of this size.
         client: The client whose training samples are meant. None: those of all clients.
+
+    Returns:
+        Statistics by name for each net, in the order of `nets`.
     """
     world = federation.world
     if not federation.method.local.norm.needs_public:
@@ -75,7 +89,7 @@ def measured_statistics(
 def measured(
     family: Family, net: Submodel, state: Weights, samples: Array, batch_size: int
 ) -> dict[str, Tensor]:
-    """Return a net's norm statistics over samples, as the mean over batches.
+    """Return a net's norm statistics over samples by name, as the mean over batches.
 
     Args:
         family: Family of the net.
@@ -83,6 +97,9 @@ def measured(
         state: Its weights, by name.
         samples: (sample, …) Two or more inputs of the model.
         batch_size: Samples per batch.
+
+    Raises:
+        ConfigError: The samples have another shape than the model's inputs, or are fewer than two.
     """
     example = family.example_inputs[0]
     samples = torch.as_tensor(samples)

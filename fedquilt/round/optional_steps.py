@@ -74,9 +74,10 @@ class OptionalSteps:
         return self
 
     def turns(self, world: World) -> tuple[int, ...]:
-        """Return the rounds of a run in `world`, counted from 0, in which plans change.
+        """Return the rounds of a run in `world`, counted from 0, from which on plans differ.
 
-        Budgets and nets are checked for each of them before the first round.
+        Budgets and nets are checked for each of them before the first round. By default plans never
+        change, and only round 0 is returned.
         """
         return (0,)
 
@@ -119,9 +120,11 @@ class OptionalSteps:
     def ranked(self, server: Server, scores: Sequence[float], world: World) -> Server:
         """Return the state that is tested and deployed, given the scores of the candidates.
 
+        By default the state does not change.
+
         Args:
             server: State of the server.
-            scores: Score of each net that `candidates` returned.
+            scores: Score of each net that `candidates` returned, in its order. Higher is better.
             world: Family, task and seed.
         """
         return server

@@ -20,9 +20,10 @@ RANKING_BATCH_SIZE = 100
 
 
 def ranked(federation: Federation, server: Server, engine: Engine) -> Server:
-    """Return the state with its nets ordered by score, if the method ranks candidates.
+    """Return the state that is tested and deployed, after the method has ranked its candidates.
 
-    This is the state that is tested and deployed. `scored` describes the scores.
+    `Method.candidates` names nets, `scored` scores them, and `Method.ranked` returns the new state.
+    Without candidates the state is returned unchanged.
 
     Args:
         federation: World, method and link.
@@ -42,14 +43,17 @@ def scored(
 ) -> list[float]:
     """Return a score for each candidate: the task's main figure, negated if lower is better.
 
-    It is measured on all validation samples. If clients hold back none, it is measured on a fixed
-    number of training samples.
+    So a higher score is always better. It is measured on all validation samples. If clients hold
+    back none, it is measured on at most 2000 training samples.
 
     Args:
         federation: World, method and link.
         server: State that the candidates are cut from.
         candidates: Sub-models to score.
         engine: Engine that has the samples.
+
+    Returns:
+        Scores in the order of `candidates`.
     """
     world = federation.world
     weights = ready(federation, server, candidates, engine, RANKING_BATCH_SIZE)

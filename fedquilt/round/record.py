@@ -37,11 +37,15 @@ class Record:
     attendance: Attendance | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as plain values.
+        """Return the record as plain values, which JSON can hold.
 
         `accuracy`, `metrics` and `main` are present only if the round was evaluated. `validation`
         is present if validation samples were tested in addition to the test set. `main` names the
         metric that tables, targets and trackers use. `accuracy` is empty if the task has none.
+
+        Figures that do not apply are left out, such as `link_seconds` without a clock or
+        `server_macs` of a server that does not train. `late` is a count, and `late_clients` has the
+        numbers. `stacks` is never included.
         """
         record = {
             name: value

@@ -33,7 +33,7 @@ class Score:
     domains: Mapping[Domain, Score] = field(default_factory=dict)
 
     def figures(self, task: Task) -> dict[str, float]:
-        """Return every metric by name, the main one first.
+        """Return every metric of `task` by name, the main one first.
 
         A metric that is not defined for these samples is NaN.
         """
@@ -44,7 +44,7 @@ class Score:
         return {metric.name: values.get(metric.name, math.nan) for metric in task.measured}
 
     def main(self, task: Task) -> float:
-        """Return the main figure."""
+        """Return the main metric of `task`, or NaN if it is not defined for these samples."""
         return self.figures(task)[task.main.name]
 
     def __add__(self, other: Score) -> Score:
@@ -67,8 +67,12 @@ def _joined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 def means_by_label(scores: Iterable[Score], task: Task) -> dict[str, dict[str, float]]:
     """Return the mean of every metric over the tests with the same label, by metric and label.
 
-    Each client counts once. A test for which a metric is not defined, such as one without samples,
-    is left out of its mean.
+    Each test counts once, whatever its number of samples. A test for which a metric is not defined,
+    such as one without samples, is left out of its mean.
+
+    Args:
+        scores: Results of tests, such as one for each client.
+        task: Task whose metrics are computed.
     """
     values_by_metric: dict[str, dict[str, list[float]]] = {
         metric.name: {} for metric in task.measured
@@ -84,7 +88,12 @@ def means_by_label(scores: Iterable[Score], task: Task) -> dict[str, dict[str, f
 
 
 def main_by_label(scores: Iterable[Score], task: Task) -> dict[str, float]:
-    """Return the main figure by label."""
+    """Return the mean of the task's main metric over the tests with the same label, by label.
+
+    Args:
+        scores: Results of tests, such as one for each client.
+        task: Task whose main metric is computed.
+    """
     return means_by_label(scores, task)[task.main.name]
 
 
@@ -101,17 +110,19 @@ class Grades:
 
     @property
     def accuracy(self) -> dict[str, float]:
-        """Return accuracy by share; empty where the task has none."""
+        """Return accuracy by the key of a share. It is empty if the task has no accuracy."""
         return self.metrics.get("accuracy", {})
 
     @property
     def figures(self) -> dict[str, float]:
-        """Return the main figure by share."""
+        """Return the main metric by the key of a share. It is empty if nothing was evaluated."""
         return self.metrics.get(self.main, {})
 
 
 def grades_of(scores: Sequence[Score], task: Task, validated: Sequence[Score]) -> Grades:
     """Return every metric, and the main one for every domain, such as `accuracy/mnist`.
+
+    Figures are means over the tests with the same label. Metrics without any value are left out.
 
     Args:
         scores: Results that are reported in records.

@@ -37,11 +37,11 @@ class Plain:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Return nothing."""
+        """Return an empty tuple, because nothing is kept between rounds."""
         return ()
 
     def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the change itself."""
+        """Return the change itself, so that the server takes the mean, and no slots."""
         return change, {}
 
 
@@ -57,11 +57,14 @@ class ServerMomentum:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Return `momentum`."""
+        """Return the name of its only slot, `momentum`: the velocity."""
         return ("momentum",)
 
     def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return lr · v with the velocity v ← momentum · v + Δ, which is the new slot."""
+        """Return lr · v with the velocity v ← momentum · v + Δ, which is the new slot.
+
+        Δ is `change`, and the old v is in the slot `momentum`.
+        """
         velocity = self.momentum * slots["momentum"] + change
         return self.lr * velocity, {"momentum": velocity}
 
@@ -89,11 +92,14 @@ class ServerAdam:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Return `mean` (m) and `square` (v)."""
+        """Return the names of its slots, `mean` (m) and `square` (v)."""
         return ("mean", "square")
 
     def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return η m / (√v + τ), and the new m and v."""
+        """Return η m / (√v + τ), and the new m and v as slots.
+
+        Δ is `change`, and the old m and v are in `slots`.
+        """
         mean = self.beta1 * slots["mean"] + (1 - self.beta1) * change
         square = self.mean_square(slots["square"], change.square())
         return self.lr * mean / (square.sqrt() + self.tau), {"mean": mean, "square": square}
@@ -134,9 +140,9 @@ class ServerStep:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Return nothing."""
+        """Return an empty tuple, because nothing is kept between rounds."""
         return ()
 
     def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return lr · Δ."""
+        """Return lr · Δ, where Δ is `change`, and no slots."""
         return self.lr * change, {}

@@ -28,6 +28,7 @@ MAX_OUTPUT_BYTES = 1 << 30  # Most bytes of the whole model's activations for a 
 def output_batch(world: World) -> int:
     """Return the batch size with which nets of the server run on public samples.
 
+    It is at most 1000, at least 2, and such that activations of the whole model take at most 1 GiB.
     Norms without stored statistics use those of such a batch. The size is the same for all nets of
     a family.
     """
@@ -114,7 +115,10 @@ class Teachers(Fold):
         return merged._replace(outputs=outputs, macs=self._macs)
 
     def _ask(self, update: Update) -> None:
-        """Run an uploaded net on the public samples. A net that got lost is skipped."""
+        """Run an uploaded net on the public samples, and add its outputs to the sum or the list.
+
+        A net that got lost is skipped. Weights that did not arrive are the server's.
+        """
         public = self.world.public
         if not update.sent or public is None:
             return
@@ -140,7 +144,10 @@ class Teachers(Fold):
         self._count += 1
 
     def _combine(self, outputs: Tensor) -> None:
-        """Add outputs to the sum, or update the elementwise maximum."""
+        """Add outputs (public sample, class, …) to the sum, or update the elementwise maximum.
+
+        The first outputs are stored as they are.
+        """
         if self._sum is None:
             self._sum = outputs
         elif self.combined == "mean":

@@ -67,7 +67,7 @@ class Message:
 
     @property
     def bytes(self) -> int:
-        """Return the number of bytes."""
+        """Return the number of bytes of the note and all files."""
         return len(self.note) + sum(map(len, self.files))
 
 
@@ -266,12 +266,17 @@ class Reply:
 def packet_file(
     packet: Packet | None, first: Weights = NOTHING, initial: Weights = NOTHING
 ) -> bytes:
-    """Return the tensors of one job as a safetensors file.
+    """Return the tensors of one job as the bytes of a safetensors file.
+
+    The name of a tensor begins with its kind: `first/`, `initial/`, `weights/`, `slots/`, `extras/`
+    or `messages/`.
 
     Args:
-        packet: What travels over the link. None: all of it got lost.
+        packet: Content that travels over the link. None: all of it got lost.
         first: Weights that a client gets once, such as its private net. Links do not lose them.
-        initial: Weights before the first round that the client needs and does not receive.
+        initial: Weights before the first round. A client starts from them where weights are not
+            sent or get lost, and codecs code changes of them. Empty: the client needs none, or has
+            them.
     """
     tensors = {f"first/{name}": value for name, value in first.items()}
     tensors |= {f"initial/{name}": value for name, value in initial.items()}
@@ -358,7 +363,10 @@ _GROUPS = ("first", "initial", "weights", "slots", "extras", "messages")
 def _packet(
     expected: Expected, reach: Submodel, groups: Mapping[str, Mapping[str, Tensor]]
 ) -> Packet:
-    """Return the packet that consists of named tensors, in the order of the outline."""
+    """Return the packet that named tensors of a file make up, at the positions `reach`.
+
+    Tensors are ordered as in the outline. `groups` has them by kind (`_GROUPS`) and then by name.
+    """
     outline = expected.outline
     slots: dict[str, dict[str, Tensor]] = {}
     if not expected.is_coded:
@@ -375,7 +383,10 @@ def _packet(
 
 
 def _expected_entries(expected: Expected) -> dict[str, Entry | None]:
-    """Return type and shape of every tensor by its path. None: bytes of any length."""
+    """Return type and shape of every tensor that a file must have, by its path.
+
+    None stands for a coded message: a vector of bytes of any length.
+    """
     outline, world, reach = expected.outline, expected.transmission.world, expected.reach
 
     def entry(name: str, shape: Sequence[int]) -> Entry:
@@ -411,7 +422,10 @@ def _difference(
     wanted: Mapping[str, Entry | None],
     extras: Mapping[str, Sequence[int]],
 ) -> str:
-    """Describe the first difference between a header and what a job says. Empty: there is none."""
+    """Describe the first difference between a header (`found`) and what a job says (`wanted`).
+
+    The text is empty if there is none. Extras, by name and shape, must not exceed MAX_EXTRA_VALUES.
+    """
     if unknown := sorted(found.keys() - wanted.keys()):
         return f"it has {unknown[0]!r}, which the job does not have"
     if missing := sorted(wanted.keys() - found.keys()):
@@ -434,7 +448,7 @@ def _difference(
 
 
 def _checksum(note: bytes, files: Sequence[bytes]) -> str:
-    """Return the SHA-256 of a note and of files, with the lengths of all parts."""
+    """Return the SHA-256 of a note and of files in hex. Lengths of all parts are hashed too."""
     digest = hashlib.sha256()
     for part in (note, *files):
         digest.update(len(part).to_bytes(8, "little"))
@@ -443,7 +457,7 @@ def _checksum(note: bytes, files: Sequence[bytes]) -> str:
 
 
 def _read_note(message: Message, kind: str) -> dict[str, Any]:
-    """Return the values of a note of this kind and version, if the message is intact."""
+    """Return the note's values. Refuse messages that are damaged, or of another kind or version."""
     note = message.note
     if len(note) > MAX_NOTE_BYTES:
         raise FormatError(f"its note has {len(note):,} bytes; {MAX_NOTE_BYTES:,} are allowed")

@@ -29,7 +29,13 @@ MAX_SAMPLE_VALUES = 1 << 28  # Largest number of values per sample in a checkpoi
 
 
 def sample_format(run: Run) -> dict[str, Any]:
-    """Return shapes and dtypes of the data, with which the model is rebuilt without the data."""
+    """Return shapes and dtypes of the data, with which the model is rebuilt without the data.
+
+    Returns:
+        `shape` and `dtype` are those of one input without its batch dimension. `classes` is the
+        number of classes, without one that is ignored. `targets` is a table with `shape` and
+        `dtype` of one target. Dtypes are names such as "float32".
+    """
     example = run.world.family.example_inputs[0]
     shape, kind = list(example.shape[1:]), str(example.dtype).removeprefix("torch.")
     task, targets, classes = run.world.task, run.data.targets, run.data.num_classes
@@ -43,9 +49,10 @@ def sample_format(run: Run) -> dict[str, Any]:
 
 
 def run_environment(run: Run) -> dict[str, Any]:
-    """Return everything else that the last bits of a result depend on.
+    """Return threads, engine settings and machine, on which the last bits of a result depend.
 
-    Threads and the settings of the engine are restored when a run is resumed.
+    Threads and the settings of the engine are restored when a run is resumed. Entries under `here`,
+    such as versions and processor, are only compared with the machine that resumes it.
     """
     engine = run.engine
     cuda = engine.device.type == "cuda"
@@ -86,7 +93,11 @@ def restore_environment(saved: Mapping[str, Any], run: Run) -> None:
 
 
 def problem_in_about(manifest: Manifest) -> str:
-    """Return an error in `about` of a manifest. Empty: there is none."""
+    """Return a description of the first error in the entry `about` of a manifest. Empty: no error.
+
+    Types and ranges are checked, because a manifest with a right checksum may still be forged.
+    Entries that earlier versions did not write may be missing.
+    """
     entries = manifest.about
     for name in ("run", "engine", "here"):
         values = entries.get(name)
@@ -109,7 +120,10 @@ def problem_in_about(manifest: Manifest) -> str:
 
 
 def _problem_in_sample(sample: Any) -> str:
-    """Return an error in the shapes and classes of a checkpoint's sample. Empty: none."""
+    """Return the first error in a checkpoint's entry `sample` (`sample_format`). Empty: no error.
+
+    Sizes that would take too much memory are errors too.
+    """
     targets = (
         sample.get("targets", {"shape": [], "dtype": "int64"}) if isinstance(sample, dict) else None
     )
@@ -175,7 +189,7 @@ def problem_in_weights(checkpoint: Server, current: Server) -> str:
 
 
 def is_round(value: object) -> bool:
-    """Return True if a value can be the number of a round."""
+    """Return True if a value can be the number of a round: an integer from 0 to `MAX_ROUND`."""
     return type(value) is int and 0 <= value <= MAX_ROUND
 
 

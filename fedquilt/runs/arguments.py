@@ -30,7 +30,15 @@ def budget_of(caller: str, budget: Budget | None, share: float | None) -> Budget
 
 
 def whole_number(name: str, value: int) -> int:
-    """Return a number of rounds or a seed as a Python int, which files and torch need."""
+    """Return a number of rounds or a seed as a Python int, which files and torch need.
+
+    Args:
+        name: Name of the argument, for the message.
+        value: Whole number from 0 to 2**63 - 1, also of NumPy. Booleans are not accepted.
+
+    Raises:
+        ConfigError: It is another value.
+    """
     if not whole(value) or value >= 1 << 63:
         raise ConfigError(
             f"{name} = {value!r} was asked for; whole numbers from 0 on fit, below 2**63."

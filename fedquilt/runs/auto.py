@@ -31,11 +31,16 @@ _WORTH = 10  # Ray is tried if the run takes at least this many times `_START`.
 def quickest(experiment: Experiment, ground: Ground) -> Machine:
     """Choose the fastest engine on this machine, by a short round with each.
 
-    Command line and files use this for `engine.name = "auto"`.
+    Command line and files use this for `engine.name = "auto"`. In a short round, clients train on
+    their first `BATCHES` batches only. The engine `ray` is tried only if the run is long enough.
 
     Args:
         experiment: Settings of the run. Device and threads that it names are kept.
         ground: Data, model and devices of the run.
+
+    Returns:
+        The machine settings of the experiment, with name, threads and workers of the fastest
+        engine.
     """
     size = BATCHES * experiment.method.local.batch_size
     short = replace(
@@ -57,10 +62,13 @@ def quickest(experiment: Experiment, ground: Ground) -> Machine:
 
 
 def _candidates(requested: Machine) -> Iterator[Machine]:
-    """Yield the engines to try.
+    """Yield machine settings for the engines to try.
 
-    On a CPU these are `vectorized` on one thread or on all, and `ray` with one thread per process.
-    A number of threads that was asked for is kept.
+    On a CPU these are `vectorized` on one thread and on all, and `ray` with one thread per process.
+    On another device it is `vectorized` alone. A number of threads that was asked for is kept.
+
+    Args:
+        requested: Machine settings that were asked for, whose engine is `auto`.
     """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -80,10 +88,14 @@ def _candidates(requested: Machine) -> Iterator[Machine]:
 
 
 def _seconds(experiment: Experiment, short: Ground) -> float:
-    """Return the seconds of the second of two rounds, because the first one is a warm-up.
+    """Train two rounds, and return the seconds of the second, because the first one is a warm-up.
 
     Both are the last round of the run. A model that grows is complete only then, and most of its
     time is spent there.
+
+    Args:
+        experiment: Settings of the run, with the engine that is timed.
+        short: Data, model and devices, with few samples per client.
     """
     run, seconds = experiment.prepare(short), 0.0
     server = replace(run.server, round=experiment.rounds - 1)
@@ -102,7 +114,7 @@ def _seconds(experiment: Experiment, short: Ground) -> float:
 
 
 def _described(machine: Machine) -> str:
-    """Describe in words how a machine is used."""
+    """Describe how an engine uses the machine: by its processes, its threads or its device."""
     if machine.name == "ray":
         return f"{machine.workers} processes"
     if not machine.threads:

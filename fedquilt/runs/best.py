@@ -30,19 +30,29 @@ class Best:
     folder: Path | None = None  # Folder that has its checkpoint. None: no folder has it
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for checkpoints and summaries."""
+        """Return round, value and figures as plain values, for checkpoints and summaries."""
         return {"round": self.round, "value": self.value, "figures": dict(self.figures)}
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any] | None, folder: Path) -> Best | None:
-        """Return the best round that a checkpoint names, or None if it names none."""
+        """Return the best round that a checkpoint names, or None if it names none.
+
+        Args:
+            plain: Values of `to_dict`. None: the checkpoint names no best round.
+            folder: Folder of the run, which has the checkpoint of the best round.
+        """
         if plain is None:
             return None
         return Best(plain["round"], plain["value"], plain["figures"], folder=folder)
 
 
 def validation_figures(grades: Grades, evaluation: Evaluation) -> dict[str, float]:
-    """Return the main figure on validation samples by share. Empty: it was not evaluated."""
+    """Return the main figure on validation samples by share. Empty: it was not evaluated.
+
+    Args:
+        grades: Results of one evaluation. Figures that are not finite are left out.
+        evaluation: Settings of the evaluation. The result is empty if `best` is off.
+    """
     if not evaluation.best:
         return {}
     figures = grades.figures if evaluation.on == "validation" else grades.validation
@@ -54,6 +64,10 @@ def mean_figure(figures: Mapping[str, float], shares: Collection[str]) -> float:
 
     A method that serves one net to all devices is evaluated at other shares than those of the
     fleet. In this case the mean is over all figures.
+
+    Args:
+        figures: Figures by share. At least one is needed.
+        shares: Shares of the fleet, which need not all have a figure.
     """
     values = [value for share, value in figures.items() if share in shares] or list(
         figures.values()

@@ -106,7 +106,10 @@ class Manifest:
 
     @property
     def best(self) -> int | None:
-        """Return the best round on validation samples, whose checkpoint is kept too. None: none."""
+        """Return the best round on validation samples that `about` names. None: there is none.
+
+        The checkpoint of that round is kept beside the newest ones.
+        """
         best = self.about.get("best")
         round = best.get("round") if isinstance(best, Mapping) else None
         return round if type(round) is int and 0 <= round <= self.round else None
@@ -117,7 +120,7 @@ class Manifest:
         return {self.name, self.server.name, *(pack.name for pack in self.memory)}
 
     def to_json(self) -> str:
-        """Return the text of the manifest with its checksum."""
+        """Return the text of the manifest file: all fields, the format and a checksum over both."""
         plain = {"format": FORMAT, **asdict(self)}
         return json.dumps({**plain, "sha256": _digest(plain)}, indent=1) + "\n"
 
@@ -152,7 +155,10 @@ class Manifest:
 
 
 def _listed_file(plain: Any) -> Written:
-    """Return a file that a manifest lists.
+    """Return name, size and checksum of a file that a manifest lists. The file is not read.
+
+    Args:
+        plain: Entry of the manifest, from JSON.
 
     Raises:
         ValueError: The entry is malformed, or its name could refer to a file outside of the folder.
@@ -187,12 +193,15 @@ class Checkpoints:
 
     @property
     def newest(self) -> int | None:
-        """Return the round of the newest checkpoint that is known to be intact."""
+        """Return the round of the newest checkpoint that was saved or loaded. None: none was."""
         return self._intact[-1].round if self._intact else None
 
     @property
     def newest_about(self) -> Mapping[str, Any]:
-        """Return `about` of the newest readable manifest. Its files are not examined."""
+        """Return `about` of the newest readable manifest. Its files are not examined.
+
+        The result is empty if no manifest can be read.
+        """
         for path in self._manifests:
             try:
                 return Manifest.from_json(path.read_text()).about
@@ -202,15 +211,18 @@ class Checkpoints:
 
     @property
     def rounds(self) -> list[int]:
-        """Return the rounds that have a manifest, intact or not."""
+        """Return the rounds that have a manifest, intact or not, in ascending order."""
         return sorted(int(path.stem) for path in self._manifests if path.stem.isdecimal())
 
     def save(self, server: Server, about: Mapping[str, Any]) -> None:
-        """Save a state. Its cost depends on the model and on the client states that changed only.
+        """Write a checkpoint of a state, and remove files that are not needed any more.
+
+        The bytes written depend on the size of the model and of those client states that changed,
+        and not on the number of clients. If writing fails, earlier checkpoints stay intact.
 
         Args:
             server: State to save.
-            about: Further values for the manifest.
+            about: Further values for the manifest, as JSON can hold them.
 
         Raises:
             RecordError: The files cannot be written.
@@ -245,7 +257,10 @@ class Checkpoints:
         self._prune()
 
     def _prune(self) -> None:
-        """Remove files that no kept checkpoint lists: old, damaged and incomplete ones."""
+        """Remove files that no kept checkpoint lists: old, damaged and incomplete ones.
+
+        The newest `keep` checkpoints are kept, and the best rounds that they name.
+        """
         manifests = {**self._older, **{manifest.round: manifest for manifest in self._intact}}
         del self._intact[: -self.keep]
         best_rounds = {manifest.best for manifest in self._intact} - {
@@ -303,9 +318,10 @@ class Checkpoints:
         return None
 
     def _best_of(self, manifest: Manifest) -> dict[int, Manifest]:
-        """Return the manifest of the best round that a checkpoint names, by round.
+        """Return the manifest of the best round that another manifest names, by round.
 
-        Its files are not read.
+        Its files are not read. The result is empty if there is no other round, or its manifest is
+        damaged.
         """
         if manifest.best is None or manifest.best == manifest.round:
             return {}
@@ -342,13 +358,19 @@ class Checkpoints:
 
     @property
     def damage(self) -> list[str]:
-        """Return a description of the damage for each damaged checkpoint."""
+        """Return a description of the damage for each damaged checkpoint, newest first.
+
+        All files are read, to compare their checksums.
+        """
         examined = {path.stem: self._examine(path)[1] for path in self._manifests}
         return [f"{name}: {damage}" for name, damage in examined.items() if damage]
 
     @property
     def unlisted(self) -> list[str]:
-        """Return the files that no intact manifest lists, because it was lost."""
+        """Return the sorted names of tensor files that no readable manifest lists.
+
+        The manifest that listed such a file was lost or is damaged.
+        """
         examined = [self._examine(path)[0] for path in self._manifests]
         listed = set().union(*(manifest.files for manifest in examined if manifest is not None))
         return sorted(
@@ -360,7 +382,15 @@ class Checkpoints:
         return sorted(self.folder.glob("*.json"), reverse=True)
 
     def _examine(self, path: Path) -> tuple[Manifest | None, str]:
-        """Return a manifest, and a description of damage to it or to its files."""
+        """Read a manifest, and compare sizes and checksums of the files that it lists.
+
+        Args:
+            path: File of the manifest.
+
+        Returns:
+            The manifest, or None if it cannot be read itself. A description of the first damage to
+            it or to its files, which is empty if there is none.
+        """
         try:
             manifest = Manifest.from_json(path.read_text())
         except OSError as error:
@@ -379,7 +409,17 @@ class Checkpoints:
     def _open(
         self, manifest: Manifest, client_states: ClientStates, device: torch.device
     ) -> tuple[Server, str]:
-        """Return the state of a checkpoint, and a description of damage to its content."""
+        """Load the state of a checkpoint whose files have the right checksums.
+
+        Args:
+            manifest: Manifest of the checkpoint.
+            client_states: Object that receives the client states.
+            device: Device of the tensors.
+
+        Returns:
+            The state, and a description of damage to the content of its files. The description is
+            empty if there is none. If there is damage, the state has no weights.
+        """
         server = Server(manifest.round, {}, client_states)
         try:
             with TensorFile.open(self.folder / manifest.server.name, NO_LIMIT) as file:

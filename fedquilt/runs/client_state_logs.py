@@ -50,15 +50,26 @@ class Log(ABC):
         self.live += size
 
     def forget(self, key: Key) -> None:
-        """Remove the entry of a blob that is outdated. The file stays as it is."""
+        """Remove the entry of an outdated blob, and subtract its bytes from `live`.
+
+        The file is not changed.
+        """
         self.live -= self.entries.pop(key)[1]
 
     @abstractmethod
     def read(self, key: Key) -> bytearray:
-        """Return the bytes of a blob."""
+        """Return the bytes of the current blob of a client and scope."""
 
     def _read(self, file: BinaryIO, key: Key) -> bytearray:
-        """Return the bytes of a blob from an open file."""
+        """Return the bytes of a blob from an open file.
+
+        Args:
+            file: File of this log.
+            key: Client and scope of the blob, which must have an entry.
+
+        Raises:
+            RecordError: The file ends within the blob.
+        """
         offset, size = self.entries[key]
         data = bytearray(size)
         file.seek(offset)
@@ -89,7 +100,7 @@ class Pack(Log):
             begin += size
 
     def read_entries(self) -> None:
-        """Add the entries that the header of the file lists."""
+        """Add the entries that the header of the file lists. The blobs are not read."""
         with self.path.open("rb") as stream:
             file = TensorFile(stream, os.fstat(stream.fileno()).st_size, str(self.path))
         for name, entry in file.entries.items():
@@ -126,7 +137,14 @@ class Spill(Log):
         return file
 
     def put(self, key: Key, blob: Blob) -> None:
-        """Append a blob to the file, after outdated ones were removed if they take much space."""
+        """Append a blob to the file, and enter it under its key.
+
+        If outdated blobs take much space, the file is rewritten without them first.
+
+        Args:
+            key: Client and scope, which must have no entry.
+            blob: Encoded state of the client.
+        """
         with self._blame():
             if self._end > 2 * self.live + MAX_OUTDATED_BYTES:
                 self._rewrite()
@@ -143,7 +161,10 @@ class Spill(Log):
             return self._read(self._file, key)
 
     def _rewrite(self) -> None:
-        """Copy the current blobs into a new file, so that outdated ones do not fill the disk."""
+        """Copy the current blobs into a new file, so that outdated ones do not fill the disk.
+
+        The new file replaces the old one, and all offsets in `entries` change.
+        """
         fresh, entries, end = self._new(), {}, 0
         for key, (_, size) in self.entries.items():
             fresh.write(self.read(key))
@@ -155,7 +176,7 @@ class Spill(Log):
 
     @contextmanager
     def _blame(self) -> Iterator[None]:
-        """Raise an OSError inside as a RecordError that names the folder of the spill."""
+        """Turn an OSError inside the block into a RecordError that names the spill's folder."""
         try:
             yield
         except OSError as error:
@@ -167,14 +188,22 @@ class Spill(Log):
 
 
 def encode(state: ClientState) -> Blob:
-    """Return a client state as bytes, without loss."""
+    """Return a client state as a blob, without loss. Its tensors are shared, not copied."""
     submodel = json.dumps(state.submodel.to_dict())
     note = {"submodel": submodel, "steps": state.steps, "round": state.round}
     return Blob.of_state(state.weights, state.slots, state.extras, **note)
 
 
 def decode(data: bytearray, device: torch.device) -> ClientState:
-    """Return the client state that `encode` wrote."""
+    """Return the client state that `encode` wrote.
+
+    Args:
+        data: Bytes of the state.
+        device: Device for the tensors.
+
+    Raises:
+        RecordError: The bytes are not those of a client state. Other exceptions are possible too.
+    """
     state = read_state(TensorFile.of(data, "the state of a client"), device)
     submodel, steps = state.note.get("submodel"), state.note.get("steps")
     last = state.note.get("round", -1)  # Earlier versions did not write it.

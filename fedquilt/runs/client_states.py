@@ -51,7 +51,7 @@ class ClientStates(MutableMapping[Key, ClientState]):
         self._reset()
 
     def _reset(self) -> None:
-        """Forget all states."""
+        """Forget all states and packs. Files on disk stay."""
         self._in_memory: OrderedDict[Key, ClientState] = OrderedDict()  # Least recently used first
         self._bytes = 0  # Bytes of the states in memory
         self._on_disk: dict[Key, Log] = {}  # Logs of the states whose current value is on disk
@@ -138,7 +138,11 @@ class ClientStates(MutableMapping[Key, ClientState]):
             self._on_disk.pop(key).forget(key)
 
     def _make_room(self) -> None:
-        """Move the least recently used states to disk until the others are within the limit."""
+        """Move the least recently used states to disk until the others are within the limit.
+
+        The most recently used state stays, whatever its size. A state that disk already has
+        unchanged is only dropped from memory.
+        """
         while self._bytes > self.limit and len(self._in_memory) > 1:  # The last one is in use.
             key, state = next(iter(self._in_memory.items()))
             if key not in self._on_disk:
@@ -152,12 +156,16 @@ class ClientStates(MutableMapping[Key, ClientState]):
     # --- checkpoints -----------------------------------------------------------------------------
 
     def save(self, path: Path) -> Draft:
-        """Write the states that changed since the last checkpoint as a new pack.
+        """Write the states that changed since the last checkpoint into new packs.
 
-        `saved` must be called once the whole checkpoint is written. More than `LARGE` bytes make
-        several packs, whose names are `path` with a number. Some older packs are copied into the
-        new one and thereby dropped. The copied bytes are bounded by the bytes that changed, now or
-        earlier.
+        The first pack is the file `path`. A full pack (`FULL_PACK_BYTES`) is followed by another
+        one, with a number in its name. States in older packs that are small or mostly outdated are
+        copied into the new packs (`_worth_keeping`). This object does not delete the files of such
+        packs.
+
+        Returns:
+            All packs of the new checkpoint. Once its other files are written too, pass this draft
+            to `saved`. Until then the states still count as changed.
         """
         kept_packs = self._worth_keeping(path.parent)
         repacked = [pack for pack in self._packs if pack not in kept_packs]
@@ -197,10 +205,11 @@ class ClientStates(MutableMapping[Key, ClientState]):
     def _worth_keeping(self, folder: Path) -> list[Pack]:
         """Return the packs that a checkpoint in a folder keeps without copying them.
 
-        Two kinds of packs are copied. (1) Packs that are mostly outdated, so that disk use stays
-        within about twice the current states. The copied bytes are bounded by the bytes that
-        changed, or by `LARGE`. (2) The newest packs, as long as they are no larger than what is
-        written anyway. Packs then grow geometrically, so that there are few of them.
+        Three kinds of packs are copied. (1) Packs in other folders. (2) Packs that are mostly
+        outdated, so that disk use stays within about twice the current states. Their copied bytes
+        are bounded by the bytes that changed, or by `FULL_PACK_BYTES` if these are fewer. (3) The
+        newest packs, as long as they are no larger than what is written anyway. Packs then grow
+        geometrically, so that there are few of them.
         """
         size = self._size_of_changes()
         kept_packs, room = [], max(size, FULL_PACK_BYTES)
@@ -220,7 +229,10 @@ class ClientStates(MutableMapping[Key, ClientState]):
         return kept_packs
 
     def _size_of_changes(self) -> int:
-        """Return the bytes of the states that changed since the last checkpoint."""
+        """Return the bytes of the states that changed since the last checkpoint.
+
+        Deleted states do not count. For states in memory the number is approximate.
+        """
         return sum(
             self._on_disk[key].entries[key][1]
             if key in self._on_disk
@@ -230,7 +242,13 @@ class ClientStates(MutableMapping[Key, ClientState]):
         )
 
     def saved(self, draft: Draft) -> None:
-        """Record that a draft is part of a checkpoint, so that no state counts as changed."""
+        """Record that a checkpoint was completed, so that no state counts as changed.
+
+        The spill is dropped, because the packs now have its states.
+
+        Args:
+            draft: Result of `save` for this checkpoint.
+        """
         self._packs = draft.packs
         if not draft.kept:  # The new packs have all states.
             self._on_disk.clear()
@@ -241,11 +259,13 @@ class ClientStates(MutableMapping[Key, ClientState]):
         self._spill = None
 
     def open(self, folder: Path, packs: Sequence[Written]) -> None:
-        """Restore the states of a checkpoint.
+        """Replace all states of this object by those of a checkpoint.
+
+        Only the headers of the packs are read. A state is read when it is looked up.
 
         Args:
             folder: Folder of the packs.
-            packs: Packs that were found intact, oldest first.
+            packs: Packs that were found intact, oldest first. Later ones take precedence.
         """
         self._reset()
         for written in packs:
@@ -260,7 +280,12 @@ class ClientStates(MutableMapping[Key, ClientState]):
 
 
 def copied(states: Mapping[Key, ClientState], device: torch.device) -> ClientStates:
-    """Return a copy of client states. Tensors are shared."""
+    """Return client states in a new object with the default memory limit. Tensors are shared.
+
+    Args:
+        states: Client states by client and scope. Those on disk are read.
+        device: Device for states that the copy later reads from disk.
+    """
     copy = ClientStates(device=device)
     copy.update(states)
     return copy
@@ -312,7 +337,14 @@ def _settled(state: ClientState) -> ClientState:
 
 
 def _pack_parts(sizes: Mapping[Key, int]) -> Iterator[dict[Key, int]]:
-    """Divide blobs into packs, by key and size. All packs but the last are full."""
+    """Divide blobs into packs, in their order. A pack ends with the blob at which it is full.
+
+    Args:
+        sizes: Bytes of each blob, by client and scope.
+
+    Returns:
+        An iterator over the packs, each as bytes by key. Nothing is yielded without blobs.
+    """
     part: dict[Key, int] = {}
     total = 0
     for key, size in sizes.items():

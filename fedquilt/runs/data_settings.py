@@ -67,7 +67,19 @@ class Source(Choice):
     def _partitioned(
         self, num_clients: int | None, seed: int
     ) -> tuple[FederatedData, Partition | None]:
-        """Load the data and partition it, unless a user's function has done so."""
+        """Load the data and partition it, unless a user's function has done so.
+
+        Args:
+            num_clients: Number of clients. None or 0: that of the data, or `DEFAULT_CLIENTS`.
+            seed: Random seed of the partition, unless `partition_seed` is set.
+
+        Returns:
+            The data without validation samples, and its partition. The partition is None if the
+            user's function returned partitioned data.
+
+        Raises:
+            ConfigError: A partition is set, and the data is partitioned already.
+        """
         pool = self.make(Pool, {"max_bytes": self.max_bytes})
         if isinstance(pool, FederatedData):
             if self.partition is not None:

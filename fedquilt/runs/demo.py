@@ -80,7 +80,10 @@ def demo(
 
 
 def needs_public(method: str) -> bool:
-    """Return True if a method by its name needs public samples with its default settings."""
+    """Return True if a method by its name needs public samples with its default settings.
+
+    The result is False for unknown names, for functions, and for classes that need arguments.
+    """
     kind = _method_class(method)
     try:
         return kind is not None and kind().needs_public
@@ -89,7 +92,10 @@ def needs_public(method: str) -> bool:
 
 
 def trains_pairs(method: str) -> bool:
-    """Return True if clients of a method, by its name, train two nets of a union."""
+    """Return True if clients of a method, by its name, train two nets of a union.
+
+    The result is False for unknown names and for functions.
+    """
     kind = _method_class(method)
     return kind is not None and kind.trains_pairs
 
@@ -130,7 +136,10 @@ def defaults(
 
 
 def is_made_by_function(method: str) -> bool:
-    """Return True if a method's name is that of a function, which defines all settings."""
+    """Return True if a method's name refers to a function in a file, which defines all settings.
+
+    The result is False for listed methods, for classes, and for references that cannot be found.
+    """
     try:
         return is_reference(method) and not isinstance(find(METHODS, method, "method"), type)
     except ConfigError:  # `Experiment.of` reports the error.

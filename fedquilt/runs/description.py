@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
 
 def run_settings(run: Run, rounds: int) -> dict[str, Any]:
-    """Return a description of a run from Python, as plain values."""
+    """Return a description of a run from Python, as plain values.
+
+    It describes the parts of the run in words, so that the run cannot be rebuilt from it.
+
+    Args:
+        run: The run.
+        rounds: Total number of rounds, which the run need not have completed.
+    """
     world, identity = run.world, fingerprint(run)
     return {
         "rounds": rounds,
@@ -115,7 +122,10 @@ def summarize(run: Run) -> dict[str, Any]:
 
 
 def _server_costs(run: Run) -> dict[str, Any]:
-    """Return the cost of the server's own training. Empty: the server does not train."""
+    """Return seconds, multiply-adds and steps of the server's own training, summed over all rounds.
+
+    The result is empty if the server does not train.
+    """
     learnt = [record for record in run.records if record.server_seconds is not None]
     if not learnt:
         return {}

@@ -150,7 +150,11 @@ class Experiment:
     def _family_and_fleet(self, data: FederatedData) -> tuple[Family, Fleet]:
         """Trace the models and create the fleet.
 
-        Searched nets depend on the fleet. For other models, budgets may depend on the model.
+        Searched nets depend on the fleet, which is created first for them. For other models,
+        budgets may depend on the model.
+
+        Args:
+            data: Partitioned data, which has the sizes of inputs and the number of clients.
         """
         models = self.models or (Model.usual(data),)
         if models[0].is_searched:

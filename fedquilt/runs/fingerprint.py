@@ -32,12 +32,18 @@ class Leaf(NamedTuple):
 
 
 def fingerprint(run: Run) -> dict[str, Any]:
-    """Return the values that must not change when a run is resumed, by dotted name."""
+    """Return the values that must not change when a run is resumed, by dotted name.
+
+    Tensors and long lists are represented by checksums.
+    """
     return {leaf.name: leaf.value for leaf in leaves_of(run)}
 
 
 def leaves_of(run: Run) -> list[Leaf]:
-    """Return the leaves of all parts of a run that must not change."""
+    """Return the leaves of all parts of a run that must not change when it is resumed.
+
+    The number of rounds is not among them.
+    """
     world = run.world
     parts = {
         "method": run.method,
@@ -59,7 +65,10 @@ def leaves_of(run: Run) -> list[Leaf]:
 
 
 def evaluated_on(run: Run) -> dict[str, str]:
-    """Return an entry for the samples of the evaluation. Earlier versions had none for tests."""
+    """Return the samples of the evaluation as an entry `evaluated_on`.
+
+    The result is empty for test samples, because earlier versions had no entry for them.
+    """
     return {} if run.evaluation.on == "test" else {"evaluated_on": run.evaluation.on}
 
 
@@ -105,14 +114,25 @@ def _leaves(name: str, value: Any, is_default: bool = False) -> Iterator[Leaf]:
 
 
 def is_same(first: Any, second: Any) -> bool:
-    """Return True if a resumed run may have the second value in place of the first."""
+    """Return True if a resumed run may have the second value in place of the first.
+
+    This holds if both consist of the same leaves. Arrays are compared by checksum, and functions
+    and other objects by name only.
+    """
     first_leaves = {leaf.name: leaf.value for leaf in _leaves("", first)}
     second_leaves = {leaf.name: leaf.value for leaf in _leaves("", second)}
     return first_leaves == second_leaves
 
 
 def _has_default(field: Field[Any], value: Any) -> bool:
-    """Return True if a field has its default value."""
+    """Return True if a field has its default value.
+
+    Tensors and fields with a default factory give False.
+
+    Args:
+        field: Field of a dataclass.
+        value: Value of the field in some instance.
+    """
     usual = field.default
     return (
         usual is not MISSING
@@ -123,7 +143,10 @@ def _has_default(field: Field[Any], value: Any) -> bool:
 
 
 def _digest(array: Tensor | np.ndarray) -> str:
-    """Return a checksum of an array, or of evenly spaced rows of a large one."""
+    """Return a checksum of an array's bytes, in 16 hexadecimal digits.
+
+    Of an array above `MAX_HASHED_BYTES`, evenly spaced rows are hashed.
+    """
     rows = array
     if array.ndim and array.nbytes:
         stride = -(-array.nbytes // MAX_HASHED_BYTES)  # Rounded up

@@ -112,7 +112,18 @@ class Folder:
 
     @classmethod
     def resume(cls, path: str | Path, checkpoint: Checkpointing = Checkpointing()) -> Self:
-        """Open the folder of a run that is to be resumed. `config` has its settings."""
+        """Open and lock the folder of a run that is to be resumed. `config` then has its settings.
+
+        Nothing is loaded yet, which `load` does.
+
+        Args:
+            path: Path of the folder.
+            checkpoint: Settings of when to save a checkpoint.
+
+        Raises:
+            ConfigError: There is no run, another process has the lock, or the folder cannot be
+                written to.
+        """
         path = Path(path)
         if not (path / "config.toml").is_file():
             finding = "there is no run in it" if path.is_dir() else "there is no such folder"
@@ -153,8 +164,18 @@ class Folder:
     def load(self, run: Run) -> int:
         """Load the newest intact checkpoint into a run that was prepared with the same settings.
 
+        State, records, best round, threads and engine settings of the run are replaced.
+        `rounds.jsonl` is cut back to the checkpoint. A run without a checkpoint begins at round 0.
+
+        Args:
+            run: The prepared run, which is changed in-place.
+
         Returns:
             Number of rounds that the run has completed.
+
+        Raises:
+            ConfigError: The checkpoint is of a run with other settings.
+            RecordError: No checkpoint is intact, or there are rounds without any checkpoint.
         """
 
         def check(manifest: Manifest, server: Server) -> str:
@@ -191,7 +212,11 @@ class Folder:
     def extend(self, rounds: int) -> None:
         """Write a larger number of rounds into config.toml, which the command line reads.
 
-        Runs of scripts whose settings could not be written are not changed.
+        A smaller number has no effect. Runs of scripts whose settings could not be written are not
+        changed. If the file was edited so that the number is not found, a warning is logged.
+
+        Args:
+            rounds: Total number of rounds.
         """
         text = self.config
         try:
@@ -215,7 +240,7 @@ class Folder:
             ) from error
 
     def _begin_log(self) -> None:
-        """Create rounds.jsonl, if a killed process has not done so."""
+        """Create an empty rounds.jsonl. A file that a killed process left stays as it is."""
         try:
             self._file.touch()
             sync_folder(self.path)
@@ -237,7 +262,14 @@ class Folder:
     def _mended_log(self, manifest: Manifest) -> RoundLog:
         """Cut rounds.jsonl back to a checkpoint, and remove damaged lines.
 
-        If lines are removed, the original file is kept as `rounds.jsonl.damaged`.
+        If lines other than the last ones are removed, the original is kept as
+        `rounds.jsonl.damaged`. A warning lists rounds that are missing.
+
+        Args:
+            manifest: Manifest of the checkpoint that the run is resumed from.
+
+        Returns:
+            The lines that the file has now.
         """
         try:
             content = self._file.read_bytes()
@@ -261,7 +293,12 @@ class Folder:
     def watch(self, run: Run) -> Callable[[Record], None]:
         """Return a function to call after every round of a run.
 
-        It writes the record of the round, and a checkpoint if one is due.
+        It writes the record of the round, and a checkpoint if one is due or the round is the best.
+        A run without any checkpoint is saved here at once. The run's client states spill into this
+        folder.
+
+        Args:
+            run: Run that the folder belongs to from now on.
         """
         self._run, self._identity = run, fingerprint(run)
         run.folder = self.path
@@ -280,7 +317,7 @@ class Folder:
         return after
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Save the last state and the summary."""
+        """Save the last state, and write the summary with checksums to summary.json."""
         self._save()
         try:
             text = summary_text(summary, (self.path / "config.toml").read_bytes(), self._check)
@@ -291,7 +328,13 @@ class Folder:
             ) from error
 
     def _append(self, server: Server) -> None:
-        """Write the records up to a state that are not in rounds.jsonl yet."""
+        """Write the run's records that are not in rounds.jsonl yet, up to a state's round.
+
+        An outdated summary.json is removed.
+
+        Args:
+            server: State whose round is the last one that is written.
+        """
         assert self._run is not None
         for record in self._run.records[self._rounds :]:
             if record.round > server.round:
@@ -313,7 +356,11 @@ class Folder:
             self._check = check
 
     def _save(self) -> None:
-        """Save a checkpoint of the run, unless its last round has one."""
+        """Save a checkpoint of the run, unless its last round has one or no run is watched.
+
+        The checkpoint of the best round is written too, if this folder does not have it. Signals
+        are delayed until the end.
+        """
         run = self._run
         if run is None or run.server.round == self._checkpoints.newest:
             return
@@ -345,7 +392,12 @@ class Folder:
             self._checkpoint(run, replace(state, memory=memory))
 
     def _checkpoint(self, run: Run, server: Server) -> None:
-        """Write the records up to a state, and then a checkpoint of the state."""
+        """Write the records up to a state, and then a checkpoint of the state.
+
+        Args:
+            run: Run whose settings and environment the manifest describes.
+            server: State to save: the run's current one, or that of its best round.
+        """
         self._append(server)
         _sync(self._file)
         description = {

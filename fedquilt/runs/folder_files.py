@@ -32,7 +32,10 @@ _FILES = (
 
 
 def holds_a_run(path: Path) -> bool:
-    """Return True if a folder has files that a new run would overwrite."""
+    """Return True if a folder has records, a summary or checkpoints that a run would overwrite.
+
+    A folder that has only settings or an empty log counts as free.
+    """
     check_folder(path)
     rounds = path / "rounds.jsonl"
     begun = rounds.is_file() and rounds.stat().st_size > 0
@@ -72,7 +75,13 @@ def check_plain(file: Path, folder: Path | None = None) -> None:
 
 
 def settings_checksum(path: Path) -> str | None:
-    """Return a checksum of config.toml without `rounds`, which may grow. None: unreadable."""
+    """Return a checksum of the settings in config.toml, without `rounds`, which may grow.
+
+    Comments and layout do not count. The result is None if the file cannot be read.
+
+    Args:
+        path: Folder of the run.
+    """
     try:
         settings = tomllib.loads((path / "config.toml").read_text())
     except (OSError, ValueError, RecursionError):
@@ -108,7 +117,7 @@ def rounds_planned(path: Path, usual: int) -> int:
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """Return the records of all rounds in a run's folder.
+    """Return the records of all rounds in a run's folder, in the order of the file.
 
     Raises:
         RecordError: rounds.jsonl cannot be read, or lines of it are damaged.
@@ -123,7 +132,11 @@ def read_records(path: str | Path) -> list[Record]:
 
 
 def read_log(path: str | Path) -> RoundLog:
-    """Return the log in a run's folder. Some of its lines may be damaged."""
+    """Return the log in a run's folder, with descriptions of lines that are damaged.
+
+    Raises:
+        RecordError: rounds.jsonl cannot be read at all.
+    """
     file = Path(path) / "rounds.jsonl"
     check_folder(Path(path))
     try:
@@ -135,12 +148,19 @@ def read_log(path: str | Path) -> RoundLog:
 
 
 def log_until(log: RoundLog, manifest: Manifest) -> RoundLog:
-    """Return the log up to a checkpoint."""
+    """Return the intact lines of a log up to a checkpoint.
+
+    The result is empty if the last of them is not the line that the checkpoint was written with.
+
+    Args:
+        log: Log of a run's folder.
+        manifest: Manifest of the checkpoint.
+    """
     return log.until(manifest.round, manifest.about.get("check"))
 
 
 def missing_rounds_text(missing: Sequence[Gap]) -> str:
-    """Return the subject of a sentence on missing rounds, such as "rounds 4 to 6 are"."""
+    """Return the beginning of a sentence on missing rounds, such as "rounds 4 to 6 are"."""
     text = rounds_text(missing)
     return f"{text} {'are' if text.startswith('rounds') else 'is'}"
 
@@ -163,5 +183,8 @@ def warn_of_missing_rounds(file: Path, log: RoundLog, rounds: int) -> None:
 
 
 def saved_rounds(path: Path) -> list[int]:
-    """Return the rounds whose state is in a run's folder."""
+    """Return the rounds whose checkpoint is in a run's folder, in ascending order.
+
+    Their files are not examined, so that some may be damaged.
+    """
     return Checkpoints(path / "checkpoint").rounds

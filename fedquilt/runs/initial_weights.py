@@ -57,7 +57,16 @@ def load_weights(module: nn.Module, file: str, max_bytes: int = 0, allow_nan: bo
 
 
 def _read_weights(file: str, max_bytes: int) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, or the server's weights of a run."""
+    """Return the tensors of a safetensors file, or the newest server weights in a run's folder.
+
+    Args:
+        file: Path of the file or folder.
+        max_bytes: Bytes that the file may take in memory. 0: half of the free memory. No effect for
+            folders.
+
+    Returns:
+        Tensors by name, on the CPU.
+    """
     if Path(file).is_dir():
         return dict(load_state(file).weights)
     with TensorFile.open(file, max_bytes) as opened:
@@ -65,7 +74,14 @@ def _read_weights(file: str, max_bytes: int) -> dict[str, Tensor]:
 
 
 def _unfit_dtype(value: Tensor, dtype: torch.dtype) -> str:
-    """Return why values of a file cannot be converted to a dtype. Empty: they can."""
+    """Return the reason why a tensor cannot be converted to a dtype. Empty: it can.
+
+    Rounding is allowed. Overflow, complex numbers, and real numbers for integers are not.
+
+    Args:
+        value: Tensor of the file.
+        dtype: Dtype of the same weight in the model.
+    """
     if value.dtype == dtype:
         return ""
     if value.is_complex() or (value.is_floating_point() and not dtype.is_floating_point):

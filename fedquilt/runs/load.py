@@ -80,9 +80,17 @@ def load_run(path: str | Path, device: str = "cpu", trust: bool = False) -> Run:
 
 
 def _without_data(settings: Settings, config: Path) -> tuple[Experiment, str]:
-    """Return the experiment in a file, and why it has no data.
+    """Return the experiment in a file, and the reason why its data is not available.
 
-    The reason is empty if all settings are valid. Problems other than those of the data are raised.
+    The reason is empty if all settings are valid. If only the data settings have problems, the
+    experiment has the data `digits` in their place. All other problems are raised.
+
+    Args:
+        settings: Settings of the file.
+        config: Path of the file, for messages.
+
+    Raises:
+        ConfigError: Settings other than those of the data have problems.
     """
     try:
         return Experiment.of(settings, file=str(config)), ""

@@ -62,7 +62,11 @@ class Machine:
         refuse(self, problems)
 
     def create(self, data: FederatedData) -> Simulation:
-        """Return the engine that is named, with those of these options that it takes."""
+        """Return a new engine of the named kind, with those of these options that it takes.
+
+        Args:
+            data: Samples of all clients.
+        """
         options = EngineOptions(
             device_of(self.device),
             self.precision,

@@ -81,19 +81,20 @@ class Model(Choice):
 
     @property
     def is_searched(self) -> bool:
-        """Return True if its nets depend on the limits of the fleet."""
+        """Return True for the model `searched`, whose nets depend on the limits of the fleet."""
         return self.name == SEARCHED
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """Return the layers that the model's paper never cuts."""
+        """Return the layers that the model's paper never cuts. Empty for a user's own model."""
         return MODELS[self.name].fixed if self.name in MODELS else ()
 
     @staticmethod
     def usual(data: Pool) -> Model:
         """Return the default model for data.
 
-        It is the demo's model for images, and a perceptron for rows of numbers.
+        It is the demo's model for images, and a perceptron for rows of numbers. For data that
+        neither takes, it is the demo's model.
         """
         names = (DEMO["model"]["name"], "mlp")
         return Model(
@@ -191,7 +192,12 @@ class SearchTerms:
 
     @staticmethod
     def of(method: Method, precision: Precision) -> SearchTerms:
-        """Return the terms that a method sets."""
+        """Return the terms that a method sets.
+
+        Args:
+            method: Method of the run, whose local training decides the memory of a step.
+            precision: Precision of training.
+        """
         local = method.local
         return SearchTerms(
             TrainingStep(local.batch_size, len(local.optimizer.slots), precision),
@@ -237,9 +243,10 @@ def searched(
 
 
 def net_names(models: Sequence[Model]) -> dict[str, Model]:
-    """Return models by the name of their net in a union.
+    """Return models by the name of their net in a union, in the same order.
 
-    It is `Model.net_name`, the name of the model, or the name of the function in a file.
+    It is `Model.net_name`, the name of the model, or the name of the function in a file. If several
+    models have the same name, all of them get a number from 1 on, as in `vgg11_1`.
     """
     default_names = [
         re.sub(r"[^A-Za-z0-9_-]", "_", model.name.rpartition(":")[2].rpartition(".")[2])

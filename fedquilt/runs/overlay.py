@@ -54,7 +54,13 @@ def overlay(base: Settings, changes: Settings) -> Settings:
 
 
 def _merge(settings: Settings, path: list[str], changes: Mapping[str, Any]) -> None:
-    """Merge changes into the table at a path, in-place."""
+    """Merge changes into the table at a path of the settings, in-place.
+
+    Args:
+        settings: Settings as a whole.
+        path: Keys of the table. Empty: the settings themselves.
+        changes: Changes to that table, which may have nested tables.
+    """
     # Names come first, because they decide which other keys are allowed.
     if path and "name" in changes:
         choose(settings, path, changes["name"])

@@ -67,13 +67,17 @@ class PerClient:
 
     @property
     def has_deadline(self) -> bool:
-        """Return True if rounds have a deadline, which clients may have missed."""
+        """Return True if rounds of the run have a deadline, whether or not a client missed it."""
         return any(device.late is not None for device in self.devices)
 
     def spread(self, field_name: str) -> tuple[float, float]:
         """Return mean and standard deviation over clients of one number, such as `macs`.
 
-        Both are NaN if no client has the number.
+        The deviation is that of the population. Clients without the number are left out. Both are
+        NaN if no client has it.
+
+        Args:
+            field_name: Name of a field of `Device` with costs or results.
         """
         known({name: name for name in (*_SPREAD, "late")}, field_name, "number of a client")
         all_values = [getattr(device, field_name) for device in self.devices]
@@ -83,7 +87,14 @@ class PerClient:
         return statistics.fmean(values), statistics.pstdev(values)
 
     def by(self, group: Literal["share", "domain"]) -> dict[str, PerClient]:
-        """Group clients by the share that they can hold, widest first, or by domain."""
+        """Group clients by the share that they can hold, widest first, or by domain.
+
+        Each group has all values of this object except the other clients. `trained` thus still
+        lists all domains.
+
+        Args:
+            group: Field of `Device` whose values are the keys of the result.
+        """
         groups: dict[str, list[Device]] = {}
         known({"share": "", "domain": ""}, group, "group of clients")
         for device in self.devices:
@@ -92,7 +103,7 @@ class PerClient:
         return {key: replace(self, devices=tuple(groups[key])) for key in keys}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return plain values, with mean and deviation over clients of every number."""
         names = (*_SPREAD, "late") if self.has_deadline else _SPREAD
         spreads = {
             name: dict(zip(("mean", "deviation"), self.spread(name), strict=True)) for name in names
@@ -153,7 +164,13 @@ def per_client(run: Run, clients: Iterable[int] | None = None, evaluate: bool = 
 
 
 def _device(run: Run, client: Client, figures: _Figures) -> Device:
-    """Return the costs of a round for a client, beside its figures."""
+    """Return the costs of a client's current round beside its results. Nothing is trained.
+
+    Args:
+        run: The run, whose state decides the client's plan.
+        client: Client with its budget.
+        figures: Main figures of its own size and of the whole model. None: not evaluated.
+    """
     world, method = run.world, run.method
     macs = params = 0
     for submodel in method.plan(run.server, client, world):
@@ -182,7 +199,13 @@ def _classes(run: Run, client: Client) -> Tensor:
 
 
 def _entries(family: Family, submodel: Submodel, names: Iterable[str]) -> int:
-    """Return the number of entries that the named weights have in a sub-model."""
+    """Return the number of entries that the named weights have together in a sub-model.
+
+    Args:
+        family: Family of the sub-model.
+        submodel: Sub-model whose positions give the size of every axis.
+        names: Names of weights.
+    """
     sizes = family.layout.sizes | {
         axis: len(positions) for axis, positions in submodel.held.items()
     }
@@ -190,9 +213,15 @@ def _entries(family: Family, submodel: Submodel, names: Iterable[str]) -> int:
 
 
 def _figures(run: Run, clients: list[Client]) -> list[_Figures]:
-    """Return the main figures of clients, each on its own test samples.
+    """Return the main figures of clients, each on its own test samples, in the order of `clients`.
 
-    If results are per client, every client has its own figure and none of a whole model.
+    A pair has the figure of the net for the client's budget and that of the widest net. If every
+    client has its own net, there is no figure of a widest net. All figures are None if the engine
+    cannot test by client.
+
+    Args:
+        run: The run.
+        clients: Clients with their budgets.
     """
     method, world, engine, size = run.method, run.world, run.engine, run.evaluation.batch_size
     federation = run.federation
@@ -222,13 +251,20 @@ def _figures(run: Run, clients: list[Client]) -> list[_Figures]:
 
 
 def _figure(score: Score, task: Task) -> float | None:
-    """Return the main figure. None: it is not defined, as without samples."""
+    """Return a score's main figure for a task. None: it is not defined, as without samples."""
     value = score.main(task)
     return None if math.isnan(value) else value
 
 
 def domain_of(run: Run, client: int) -> str:
-    """Return the domain of most samples of a client. Empty: the data has no domains."""
+    """Return the name of the domain of most training samples of a client.
+
+    A domain without a name is given by its number. The result is empty if the data has no domains.
+
+    Args:
+        run: The run, which has the data.
+        client: Number of the client.
+    """
     data = run.data
     if data.domains is None:
         return ""
@@ -260,12 +296,16 @@ def ever_trained(run: Run) -> dict[str, float]:
 
 
 def _late(run: Run) -> set[tuple[int, int]]:
-    """Return pairs of a round, counted from 0, and a client that missed its deadline."""
+    """Return all pairs of a round, counted from 0, and a client that missed the deadline in it."""
     return {(record.round - 1, id) for record in run.records for id in record.late or ()}
 
 
 def planned_jobs(run: Run) -> Iterator[Job]:
-    """Yield the training jobs of every client of every cohort in the rounds so far."""
+    """Yield the training jobs of every client of every cohort in the rounds so far.
+
+    They are computed again from the random seed. Clients whose updates were lost or late are
+    included.
+    """
     fleet, world = run.fleet, run.world
     for round in range(run.server.round):
         server = replace(run.server, round=round)
@@ -276,9 +316,14 @@ def planned_jobs(run: Run) -> Iterator[Job]:
 
 
 def _arrived(run: Run, job: Job) -> list[Submodel]:
-    """Return the sub-models of a job that the server received.
+    """Return the sub-model of a job at the positions that the server received.
 
-    If a client sends nothing, this is the sub-model that it trained for itself.
+    The list has one sub-model, or none if the link lost all of it. If a client sends nothing on
+    purpose, it is the sub-model that the client trained for itself.
+
+    Args:
+        run: The run, which has the link.
+        job: Client, sub-model and round.
     """
     world = run.world
     if not run.link.lossy:
@@ -292,7 +337,13 @@ def _arrived(run: Run, job: Job) -> list[Submodel]:
 
 
 def _covered(run: Run, submodels: list[_Cut], names: list[str]) -> int:
-    """Return the number of entries that at least one of the sub-models trains."""
+    """Return the number of entries of the server's weights that at least one sub-model trains.
+
+    Args:
+        run: The run, which has the family and the server's weights.
+        submodels: Sub-models that arrived, each with the index that its positions refer to.
+        names: Names of the weights to count, with their scopes.
+    """
     family, count = run.world.family, 0
     for name in names:
         cut = name.rfind("/") + 1

@@ -48,6 +48,10 @@ def check_run_task(federation: Federation, engine: Simulation) -> None:
 
     A user's task is tried out on two samples, and refused if its loss or metrics are malformed.
 
+    Args:
+        federation: World, method and link. The world has the task.
+        engine: Engine of the run, which has the samples.
+
     Raises:
         ConfigError: The task is refused.
     """
@@ -80,7 +84,12 @@ def check_run_task(federation: Federation, engine: Simulation) -> None:
 
 
 def check_public_samples(federation: Federation, engine: Simulation) -> None:
-    """Refuse public samples that do not fit, or are too few for the method or its norms."""
+    """Refuse public samples that do not fit, or are too few for the method or its norms.
+
+    Args:
+        federation: World, method and link. The world has the public samples.
+        engine: Engine of the run, which has the data.
+    """
     method, world = federation.method, federation.world
     check_public(type(method).__name__, method.needs_public, world, engine.data)
     if world.family.statistics:
@@ -91,6 +100,7 @@ def check_fleet(federation: Federation, server: Server, fleet: Fleet, engine: En
     """Refuse a budget with which nothing can be trained, and name its client.
 
     Without this check, a run would fail only when the client is sampled, which may be days later.
+    Plans that draw from a global random generator, and models that cannot be cut, cause warnings.
 
     Args:
         federation: World, method and link.
@@ -137,7 +147,13 @@ def check_fleet(federation: Federation, server: Server, fleet: Fleet, engine: En
 
 
 def _warn_of_single_channels(budget: Budget, fitted: Arch, world: World) -> None:
-    """Warn if a share is less than one channel on some axes, where one is trained."""
+    """Warn if a budget's share is less than one channel on some axes, where one is trained.
+
+    Args:
+        budget: Budget of a client. One without a share causes no warning.
+        fitted: Architecture that fits the budget.
+        world: World, whose family has the full sizes of the axes.
+    """
     if budget.share is None:
         return
     full_sizes = world.family.whole.sizes
@@ -159,7 +175,14 @@ def _warn_of_single_channels(budget: Budget, fitted: Arch, world: World) -> None
 
 
 def _turns(federation: Federation, server: Server) -> list[Server]:
-    """Return the state at the beginning of every round in which plans change."""
+    """Return the server's state with the number of every round in which plans change.
+
+    Weights are those of `server` in all of them.
+
+    Args:
+        federation: World, method and link.
+        server: State before the first round.
+    """
     return [replace(server, round=round) for round in federation.method.turns(federation.world)]
 
 
@@ -192,7 +215,20 @@ def check_nets(
 def _trained(
     federation: Federation, server: Server, fleet: Fleet, engine: Engine
 ) -> Iterator[tuple[Member, Learner]]:
-    """Yield the members that clients of the first budgets train, each with its learner."""
+    """Yield the members that clients train in the course of the run, each with its learner.
+
+    The first `MAX_BUDGETS` different budgets of the fleet are tried, each with its first client, in
+    every round in which plans change. A member may come several times.
+
+    Args:
+        federation: World, method and link.
+        server: State before the first round.
+        fleet: Devices and their budgets.
+        engine: Engine of the run, which has the clients' numbers of samples.
+
+    Raises:
+        ConfigError: A learner does not fit the run's task.
+    """
     method, world = federation.method, federation.world
     for budget in fleet.kinds[:MAX_BUDGETS]:
         first = fleet.first(budget)
@@ -210,7 +246,13 @@ def _warn_of_idle_nets(
     """Warn if no client trains some net of a union.
 
     The first clients are examined, and the first client of each budget. The first net is left out,
-    because it may be the server's.
+    because it may be the server's. Nothing is done for a family that is no union.
+
+    Args:
+        federation: World, method and link.
+        server: State before the first round.
+        fleet: Devices and their budgets.
+        engine: Engine of the run, which has the clients' numbers of samples.
     """
     method, world = federation.method, federation.world
     layout = world.family.layout
@@ -236,7 +278,16 @@ def _warn_of_idle_nets(
 def _evaluated(
     federation: Federation, server: Server, fleet: Fleet, evaluation: Evaluation
 ) -> Iterator[Member]:
-    """Yield the members that are evaluated for the first budgets."""
+    """Yield the members that are evaluated for the first `MAX_BUDGETS` budgets of a fleet.
+
+    A member may come several times.
+
+    Args:
+        federation: World, method and link.
+        server: State before the first round.
+        fleet: Devices and their budgets.
+        evaluation: Settings that may name further shares.
+    """
     method, world = federation.method, federation.world
     for nets in members_by_share(
         method, server, fleet.kinds[:MAX_BUDGETS], world, evaluation.shares
@@ -245,13 +296,28 @@ def _evaluated(
 
 
 def _check_samples(data: FederatedData, learner: Learner) -> None:
-    """Refuse crops, flips and intensities that do not fit the samples or their targets."""
+    """Refuse crops, flips and intensities that do not fit the samples or their targets.
+
+    Args:
+        data: Samples, of which the first two are examined.
+        learner: Learner with the settings of augmentation.
+    """
     rows = torch.arange(2, device=data.targets.device) % len(data.targets)
     check_augmentation(data.samples(rows), data.targets[rows], learner.local, learner.task)
 
 
 def _check_warmup(data: FederatedData, learner: Learner) -> None:
-    """Refuse a warm-up that lasts for all steps of the client with the fewest samples."""
+    """Refuse a warm-up that lasts for all steps of the client with the fewest samples.
+
+    Clients without samples are ignored.
+
+    Args:
+        data: Samples of all clients.
+        learner: Learner with the schedule of a round. Without a warm-up, nothing is checked.
+
+    Raises:
+        ConfigError: The warm-up is too long. The message names the client.
+    """
     local = learner.local
     if not local.within_round.warmup_steps:
         return
@@ -276,7 +342,12 @@ def _check_objectives(
 ) -> None:
     """Run the user's objectives on two samples, once for each pair of member and learner.
 
-    Objectives that are part of fedquilt are not checked.
+    Objectives that are part of fedquilt are not checked. Weights are the initial ones.
+
+    Args:
+        federation: World, method and link.
+        engine: Engine of the run, which has the samples.
+        trained: Members that clients train, each with its learner. Pairs may be repeated.
     """
     world, data = federation.world, engine.data
     tried: list[tuple[Member, Learner]] = []  # A user's objective may not be hashable.
@@ -296,7 +367,16 @@ def _check_objectives(
 
 
 def _check_learner(method: Method, learner: Learner, world: World) -> None:
-    """Refuse a learner that has another task, or distils with a task that cannot."""
+    """Refuse a learner that has another task, or distils with a task that cannot.
+
+    Args:
+        method: Method that made the learner, for the message.
+        learner: The learner.
+        world: World, which has the run's task.
+
+    Raises:
+        ConfigError: The learner is refused.
+    """
     task = world.task
     if learner.task != task:
         raise ConfigError(

@@ -127,7 +127,17 @@ def prepare(  # noqa: PLR0913
 def _engine_of(
     engine: str | Simulation, data: FederatedData, device: str, precision: Precision
 ) -> Simulation:
-    """Return an engine for the data, created by its name or taken over from another run."""
+    """Return an engine for the data, created by its name or taken over from another run.
+
+    Args:
+        engine: Name of an engine, or an engine, of which a copy for the data is returned.
+        data: Samples of all clients.
+        device: Device as torch names it. No effect if `engine` is an object.
+        precision: Precision of training. No effect if `engine` is an object.
+
+    Raises:
+        ConfigError: The engine, the device or the precision is unknown.
+    """
     if isinstance(engine, Simulation):
         return engine.with_data(data)
     if not isinstance(engine, str):
@@ -144,7 +154,11 @@ def _engine_of(
 
 
 def _initial_server(federation: Federation) -> Server:
-    """Return the server's state before the first round, as the method creates it."""
+    """Return the server's state before the first round, as the method creates it.
+
+    Raises:
+        ConfigError: `Method.init` of a user's method returned something else.
+    """
     method = federation.method
     server = method.init(federation.world)
     if not isinstance(server, Server):
@@ -182,7 +196,13 @@ def task_of(task: Task | str | None, family: Family, data: Pool) -> Task:
 
 
 def _warn_of_outputs(task: Task, family: Family, data: Pool) -> None:
-    """Warn if the model has outputs for classes that the data does not have."""
+    """Warn if the model has outputs for classes that the data does not have.
+
+    Args:
+        task: Task of the run. One without classes causes no warning.
+        family: Family of the model.
+        data: Samples with their targets.
+    """
     if not (task.has_classes and data.num_classes):
         return
     num_classes = task.num_outputs(data.targets, data.num_classes)
@@ -197,7 +217,7 @@ def _warn_of_outputs(task: Task, family: Family, data: Pool) -> None:
 
 
 def placed(server: Server, device: torch.device) -> Server:
-    """Return a state with its tensors on a device."""
+    """Return a server's state with weights, slots and extras on a device. Client states stay."""
     return replace(
         server,
         weights={name: value.to(device) for name, value in server.weights.items()},

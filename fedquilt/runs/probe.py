@@ -150,6 +150,14 @@ def _throughput(
     It is the largest of five shares that time and target allow. A machine computes more
     multiply-adds per second in a larger member. The measured member is no larger than the proposed
     one, so that the proposal is on the safe side.
+
+    Args:
+        family: Family of models.
+        device: Device to measure, as torch names it.
+        memory: Bytes that a training step may take.
+        target: Samples, time and batch size.
+        seconds: Approximate duration of the measurement.
+        step: Training step whose memory is counted.
     """
     budgets = [Budget(share=share, memory=memory) for share in sorted(FIVE_SHARES)]
     ladder = dict.fromkeys(family.fit(budget, step=step) for budget in budgets)
@@ -182,7 +190,18 @@ def _throughput(
 def _training_step(
     family: Family, arch: Arch, device: torch.device, dtype: torch.dtype, batch_size: int
 ) -> Callable[[], None]:
-    """Return a function that performs one local training step with momentum."""
+    """Return a function that performs one local training step with momentum on a random batch.
+
+    Each call continues from the weights of the previous one. On a GPU it waits until the step is
+    done.
+
+    Args:
+        family: Family of models.
+        arch: Architecture of the member that is trained.
+        device: Device of the tensors.
+        dtype: Dtype of weights and of inputs that are floating-point numbers.
+        batch_size: Samples in the batch, which repeats the example inputs if there are too few.
+    """
     world, member = World(family), family.member(arch)
 
     def here(value: Tensor) -> Tensor:
@@ -215,7 +234,13 @@ def _training_step(
 
 
 def _targets(member: Member, state: dict[str, Tensor], inputs: Tensor) -> Tensor:
-    """Return random classes in the shape of the output: one per sample, token or pixel."""
+    """Return random classes in the shape of the output: one per sample, token or pixel.
+
+    Args:
+        member: Member that is run once, to learn the shape of its output.
+        state: Its weights by name.
+        inputs: Batch of inputs, (sample, …).
+    """
     with torch.no_grad():
         logits, _ = member.net(state, inputs, Pass(train=False, statistics="batch"))
     # (sample, class, …) without the classes: (sample, …)
@@ -240,7 +265,14 @@ def described(family: Family, arch: Arch, step: TrainingStep = TrainingStep()) -
 
 
 def _share(family: Family, arch: Arch) -> float:
-    """Return the smallest share, at which some axis gains a channel, that gives the member."""
+    """Return the smallest share that gives a member with as many parameters as this one.
+
+    Only shares at which some axis gains a channel are candidates.
+
+    Args:
+        family: Family of the member.
+        arch: Architecture of the member, which some share must give.
+    """
     sizes = {axis.size for axis in family.layout.axes.values() if not axis.fixed}
     shares = sorted({width / size for size in sizes for width in range(1, size + 1)} or {1.0})
     num_params = family.count(arch)

@@ -122,7 +122,16 @@ def settings_of(
 def _parts(
     run: Run, rounds: int, checkpoint: Checkpointing, trackers: Sequence[Tracking]
 ) -> dict[str, Callable[[], Any]]:
-    """Return functions that make the parts of an experiment, by their names."""
+    """Return functions that make the parts of an experiment, by the name of their field.
+
+    They are called one by one, so that the error of one part does not hide the others.
+
+    Args:
+        run: A prepared run. If it has settings, all parts but the rounds are taken from them.
+        rounds: Total number of rounds.
+        checkpoint: Settings of when to save a checkpoint.
+        trackers: Trackers that log the records.
+    """
     if run.settings is not None:
         experiment = replace(run.settings, rounds=max(rounds, 1))
         return {
@@ -166,7 +175,11 @@ def _method(method: Method, rounds: int) -> Method:
 
 
 def _model(family: Family) -> Model | tuple[Model, ...]:
-    """Return the model, or one for each net of a union."""
+    """Return the settings of the model that a family was traced from, or of each net of a union.
+
+    Raises:
+        ConfigError: Files cannot make the model again.
+    """
     if family.variant != WHOLE or family.trains:
         raise ConfigError(
             f"the family of the variant {family.variant!r} was given; files have whole families."
@@ -181,7 +194,15 @@ def _model(family: Family) -> Model | tuple[Model, ...]:
 
 
 def _traced_model(tracing: Tracing | JoinedTracings | None, family: Family) -> Model:
-    """Return the model that a net was traced from."""
+    """Return the settings of the model that a net was traced from.
+
+    Args:
+        tracing: Record of how the net was traced. None: it is not known.
+        family: Family of the net, for the message.
+
+    Raises:
+        ConfigError: Files cannot make the model again, for example because a module was traced.
+    """
     if not isinstance(tracing, Tracing):
         raise ConfigError(
             f"{family.title} was not traced by fq.trace in this process, as fq.trace(net, example) "
@@ -219,7 +240,16 @@ def _traced_model(tracing: Tracing | JoinedTracings | None, family: Family) -> M
 
 
 def _source(origin: Origin | None, num_clients: int, seed: int) -> Source:
-    """Return the data source with its options and its partition."""
+    """Return the settings of a data source with its options and its partition.
+
+    Args:
+        origin: Record of how the data was made. None: it is not known.
+        num_clients: Number of clients of the fleet.
+        seed: Random seed of the run. A partition with another seed gets `partition_seed`.
+
+    Raises:
+        ConfigError: Files cannot make the data again.
+    """
     if origin is None:
         raise ConfigError(
             "it is not known how the samples were made. A data source remembers it, such as "
@@ -283,7 +313,10 @@ def _machine(run: Run) -> Machine:
 
 
 def _call_of(source: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the function behind `functools.partial`, and its arguments by name."""
+    """Return the function behind a `functools.partial`, and the arguments that it has, by name.
+
+    Any other callable is returned itself, without arguments.
+    """
     if not isinstance(source, partial):
         return source, {}
     bound = inspect.signature(source.func).bind_partial(*source.args, **source.keywords)
@@ -334,7 +367,12 @@ def _check_options(
 
 
 def _is_writable(value: Any, hint: Any) -> bool:
-    """Return True if a file can hold an argument, so that an equal value is read back."""
+    """Return True if a file can hold an argument, so that an equal value is read back.
+
+    Args:
+        value: The argument.
+        hint: Type hint of the parameter, by which it is read back.
+    """
     problems: list[Problem] = []
     try:
         back = read(hint, write(value), "", problems)
@@ -376,7 +414,14 @@ def _check_read_back(value: Any, plain: Any, hint: Any) -> None:
 
 
 def _check_imports(plain: Any) -> None:
-    """Refuse code whose import would start the run again, or needs its package."""
+    """Refuse settings whose code cannot be imported by another process.
+
+    Importing the file that is running now would start the run again. A file by itself cannot import
+    from its own package.
+
+    Args:
+        plain: Plain settings of one part, which may name code at any depth.
+    """
     for code in named_code(plain):
         if code.path is None or code.path.suffix != ".py":
             continue
@@ -400,7 +445,11 @@ def _check_imports(plain: Any) -> None:
 
 
 def _running_line(file: Path, tree: ast.Module) -> int | None:
-    """Return the line at the top level of a file that is being executed now.
+    """Return the number of the line at the top level of a file that is being executed now.
+
+    Args:
+        file: Resolved path of the file.
+        tree: Syntax tree of the file.
 
     Returns:
         None if the file is not being executed, or the line is under `if __name__ == "__main__":`,

@@ -62,16 +62,16 @@ class RoundLog:
         return b"".join(line.text + b"\n" for line in self.lines)
 
     def missing(self, rounds: int) -> list[Gap]:
-        """Return the gaps up to `rounds` that have no intact line."""
+        """Return the rounds up to `rounds` without an intact line, as pairs of first and last."""
         return gaps(self.records, rounds)
 
     def until(self, rounds: int, check: str | None = None) -> RoundLog:
-        """Return the intact lines up to a round.
+        """Return a log with the intact lines up to a round, and without descriptions of damage.
 
         Args:
             rounds: The last round.
             check: Checksum of its line, from a checkpoint. If it differs, the log is of another
-                run, and nothing is returned. None: it is not known.
+                run, and no lines are returned. None: it is not known.
         """
         lines = tuple(line for line in self.lines if line.record.round <= rounds)
         is_another = (
@@ -95,10 +95,13 @@ def encoded(record: Record, previous: str) -> tuple[bytes, str]:
 
 
 def parse(content: bytes) -> RoundLog:
-    """Read a log line by line.
+    """Read a log line by line, and separate intact lines from damaged ones. It raises no error.
 
     Lines of earlier versions have no checksum. They are accepted at the beginning of a file, and
-    the first line with a checksum covers all of them.
+    the first line with a checksum covers all of them. An incomplete last line counts as damaged.
+
+    Args:
+        content: Content of rounds.jsonl.
     """
     texts = content.split(b"\n")
     unfinished = texts.pop()
@@ -159,8 +162,12 @@ def _line(text: bytes, number: int, unchecked: str | None) -> Line:
 def _check_links(lines: Mapping[int, Line], damage: dict[int, str]) -> None:
     """Add lines to `damage` that have changed since the next line was written.
 
-    The last line is examined first, because a checkpoint has its checksum. Lines next to missing
-    rounds have no neighbour to be compared with.
+    Rounds must also ascend. The last line is examined first, because a checkpoint has its checksum.
+    Lines next to missing rounds have no neighbour to be compared with.
+
+    Args:
+        lines: Lines whose own checksums are right, by line number from 1.
+        damage: Descriptions of damage by line number. It is changed.
     """
     later: Line | None = None
     for number, line in sorted(lines.items(), reverse=True):
@@ -178,13 +185,25 @@ def _check_links(lines: Mapping[int, Line], damage: dict[int, str]) -> None:
 
 
 def _may_precede(line: Line, later: Line) -> bool:
-    """Return True if the next intact line follows this one, or if that is not known."""
+    """Return True if `later` was written directly after `line`, as far as that is known.
+
+    It is known only if their rounds are consecutive and `later` has the checksum of its
+    predecessor.
+
+    Args:
+        line: An intact line.
+        later: The next intact line.
+    """
     is_next = later.record.round == line.record.round + 1
     return not is_next or later.previous in (None, line.check)
 
 
 def _record(plain: Any) -> Record:
-    """Return the record of a round after checking the types of its values."""
+    """Return the record of a round from parsed JSON, after checking the types of its values.
+
+    Raises:
+        ValueError: It is no object, or a value has another type. Missing keys raise other errors.
+    """
     if not isinstance(plain, dict):
         raise ValueError("it holds no object")
     record = Record.from_dict(plain)
@@ -200,6 +219,10 @@ def _fits(hint: str, value: object) -> bool:
     """Return True if a value has the type of a record's field.
 
     Numbers and tuples of whole numbers are checked. Values of other types all fit.
+
+    Args:
+        hint: Type hint of the field as text, such as "int" or "float | None".
+        value: Value of the field.
     """
     if hint == "int":
         return type(value) is int
@@ -213,7 +236,11 @@ def _fits(hint: str, value: object) -> bool:
 
 
 def _check_grades(grades: Grades) -> None:
-    """Refuse metrics that are not numbers by name and share."""
+    """Refuse grades whose metrics are not tables of numbers by share.
+
+    Raises:
+        ValueError: A metric is malformed, or the name of the main one is no text.
+    """
     if not isinstance(grades.main, str) or not isinstance(grades.metrics, dict):
         raise ValueError("main is no text, or metrics are no table")
     for name, figures in grades.metrics.items():
@@ -247,7 +274,11 @@ def gaps(records: Iterable[Record], rounds: int) -> list[Gap]:
 
 
 def rounds_text(missing: Sequence[Sequence[int]]) -> str:
-    """Describe gaps in words, such as "rounds 1, 4 to 6"."""
+    """Describe gaps in words, such as "rounds 1, 4 to 6" or "round 3".
+
+    Args:
+        missing: Pairs of first and last missing round, at least one.
+    """
     listed = ", ".join(
         str(first) if first == last else f"{first} to {last}" for first, last in missing
     )

@@ -102,7 +102,10 @@ class Run(Trained):
 
     @property
     def accuracy(self) -> dict[str, float]:
-        """Return accuracy in the last evaluation, by share. Empty: the task has no accuracy."""
+        """Return accuracy in the last evaluation, by share.
+
+        It is empty if the task has no accuracy, or nothing was evaluated yet.
+        """
         return self.grades.accuracy
 
     @property
@@ -122,7 +125,7 @@ class Run(Trained):
 
     @property
     def grades(self) -> Grades:
-        """Return the last evaluation."""
+        """Return the last evaluation. It is empty if no round was evaluated yet."""
         return next(
             (record.grades for record in reversed(self.records) if record.grades.main), Grades()
         )
@@ -220,7 +223,11 @@ class Run(Trained):
         return self
 
     def _warn_if_all_late(self, result: RoundResult) -> None:
-        """Warn the first time that every client of a round missed the deadline."""
+        """Log a warning the first time that every client of a round missed the deadline.
+
+        Args:
+            result: Result of the round that has just ended, whose record is the last one.
+        """
         if not _is_all_late(result.record) or any(map(_is_all_late, self.records[:-1])):
             return
         _log.warning(
@@ -234,7 +241,10 @@ class Run(Trained):
         )
 
     def _keep_if_best(self, record: Record) -> None:
-        """Keep the state of the round that has just ended if it is the best so far."""
+        """Keep the state of the round that has just ended if it is the best so far.
+
+        Rounds that were not evaluated on validation samples are ignored.
+        """
         figures = validation_figures(record.grades, self.evaluation)
         if not figures:
             return
@@ -254,6 +264,8 @@ class Run(Trained):
     def at(self, round: int | str) -> Run:
         """Return the run as it was after a round, to deploy from.
 
+        This run does not change. For the last round it is returned itself.
+
         Args:
             round: Number of a round whose state is available: the last one, the best one, and those
                 that have a checkpoint in the run's folder. "best": the round with the best main
@@ -271,7 +283,11 @@ class Run(Trained):
         return replace(self, server=self._state_after(number), records=records, best=best)
 
     def _number_of(self, round: int | str) -> int:
-        """Return the number of a round that was asked for by its number or as the best."""
+        """Return the number of a round that was asked for by its number or as "best".
+
+        Raises:
+            ConfigError: It is no number, or there is no best round. The message says why.
+        """
         if round != "best":
             if isinstance(round, str):
                 raise ConfigError(
@@ -300,14 +316,18 @@ class Run(Trained):
 
     @property
     def _rounds_there(self) -> str:
-        """List the rounds whose state is available, in words."""
+        """List the rounds whose state is available, in words such as "rounds 2, 5, 6"."""
         saved = saved_rounds(self.folder) if self.folder else []
         best = [self.best.round] if self.best else []
         rounds = sorted({self.server.round, *saved, *best})
         return f"{'round' if len(rounds) == 1 else 'rounds'} {', '.join(map(str, rounds))}"
 
     def _state_after(self, round: int) -> Server:
-        """Return the state after an earlier round."""
+        """Return the server's state after an earlier round, from memory or from a checkpoint.
+
+        Raises:
+            ConfigError: The state was not kept.
+        """
         best = self.best
         if best is not None and best.round == round and best.server is not None:
             memory = best.server.memory

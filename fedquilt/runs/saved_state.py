@@ -40,7 +40,15 @@ def load_state(path: str | Path, device: str = "cpu") -> Server:
 
 
 def load_newest(path: str | Path, device: str = "cpu") -> tuple[Server, Manifest]:
-    """Return the newest intact state in a run's folder, and its manifest."""
+    """Return the newest intact state in a run's folder, and its manifest.
+
+    Args:
+        path: Folder of the run.
+        device: Device for the tensors, as torch names it.
+
+    Raises:
+        RecordError: There is no checkpoint, or none is intact.
+    """
     torch_device = device_of(device)
     check_folder(Path(path))
 
@@ -64,8 +72,14 @@ def reopen(path: str | Path, run: Run, saved: tuple[Server, Manifest]) -> Run:
 
     Args:
         path: Folder of the run.
-        run: A prepared run.
+        run: A prepared run. Its state, records, folder and best round are replaced.
         saved: State and manifest, as `load_newest` returns them.
+
+    Returns:
+        The same run.
+
+    Raises:
+        ConfigError: The state is one of another run.
     """
     server, manifest = saved
     _check_deployable(manifest, run, f"the run in {path} was asked for")
@@ -111,6 +125,9 @@ def _check_deployable(manifest: Manifest, run: Run, request: str) -> None:
         manifest: Manifest of the state's checkpoint.
         run: Run that the state is put into.
         request: Beginning of the message.
+
+    Raises:
+        ConfigError: Some settings differ. The message lists them.
     """
     parts = ["method", "model", "constants"]
     if not run.absent:

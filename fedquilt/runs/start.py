@@ -167,6 +167,11 @@ def run(  # noqa: PLR0913
 
 
 def _tracked_settings(run: Run, rounds: int) -> dict[str, Any]:
-    """Return a description of a run from Python, with all settings of its method."""
+    """Return a description of a run from Python for trackers, with all settings of its method.
+
+    Args:
+        run: The run.
+        rounds: Total number of rounds.
+    """
     method = {name: value for name, value in fingerprint(run).items() if name.startswith("method.")}
     return {**run_settings(run, rounds), **method}

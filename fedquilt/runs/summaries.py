@@ -21,25 +21,29 @@ def main_of(summary: Summary) -> str:
 
 
 def in_percent(summary: Summary) -> bool:
-    """Return True if the main figure is shown in percent."""
+    """Return True if the main figure is shown in percent, which is the default."""
     return bool(summary.get("percent", True))
 
 
 def prefers_higher(summary: Summary) -> bool:
-    """Return True if the main figure is better when it is higher."""
+    """Return True if higher values of the main figure are better, which is the default."""
     return bool(summary.get("higher_is_better", True))
 
 
 def labels_of(summary: Summary) -> Labels:
-    """Return the names of shares that differ from the number."""
+    """Return the names that the method gave shares, by share as text. Empty: it gave none."""
     labels: Labels = summary.get("labels", {})
     return labels
 
 
 def share_label(share: str, labels: Labels) -> str:
-    """Return the name that the method gave a share, or the number of the share.
+    """Return the name that the method gave a share, or the number of the share, as in "0.5".
 
-    Text that is not a number is returned unchanged.
+    Text that is not a number and has no name is returned unchanged.
+
+    Args:
+        share: Share as text, a key of a summary's figures.
+        labels: Names of shares, by share as text.
     """
     try:
         return labels.get(share) or f"{float(share):g}"
@@ -76,9 +80,10 @@ def domains_of(summary: Summary, metric: str = "") -> dict[str, dict[str, float]
 
 
 def members_of(summary: Summary) -> dict[str, dict[str, int]]:
-    """Return the size of the member that a device of each share holds, by the share's label.
+    """Return parameters and multiply-adds of the member that a device of each share holds.
 
-    The share of parameters may differ, because embeddings are never cut.
+    Keys are the labels of shares. Inner keys are column titles of a table. The share of parameters
+    may differ, because embeddings are never cut.
     """
     labels = labels_of(summary)
     return {
@@ -115,7 +120,11 @@ def kept_nets_of(summary: Summary) -> dict[str, dict[str, str]]:
 
 
 def utilization_text(summary: Summary) -> str:
-    """Return the share of the devices' limits that their own nets use. Empty: no limits."""
+    """Return a text on the part of the devices' limits that their own nets use.
+
+    It also has the same figure for one net that fits all devices, and the devices that exceed
+    limits. The text is empty if the summary has no such figures.
+    """
     if "utilisation" not in summary:
         return ""
     usage = (
@@ -131,7 +140,12 @@ def utilization_text(summary: Summary) -> str:
 
 
 def figure_text(figure: float | None, percent: bool) -> str:
-    """Return a figure in percent with one decimal, or with four significant digits."""
+    """Return a figure in percent with one decimal, or with four significant digits.
+
+    Args:
+        figure: The number, which is a fraction if it is shown in percent. None: a dash is returned.
+        percent: True: percent. False: four significant digits.
+    """
     if figure is None:
         return NOTHING
     return f"{figure:.1%}" if percent else f"{figure:.4g}"
@@ -165,9 +179,13 @@ def target_text(target: float, metric: str, percent: bool) -> str:
 
 
 def milestone_text(milestone: Mapping[str, Any] | None) -> str:
-    """Return the rounds, bytes and seconds until a target was reached.
+    """Return the rounds, bytes and seconds until a target was reached, as text.
 
     If the link has a clock, seconds are those of the link and not of the simulation.
+
+    Args:
+        milestone: Fields of a `Milestone`. None: the target was not reached, and a dash is
+            returned.
     """
     if milestone is None:
         return NOTHING

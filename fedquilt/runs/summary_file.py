@@ -50,7 +50,17 @@ def read_summary(path: Path) -> dict[str, Any] | None:
 
 
 def read_checked_summary(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return the summary of a run and its checksums, which earlier versions did not write."""
+    """Return the summary of the run in a folder, and its checksums by file name.
+
+    The checksums are empty if an earlier version wrote the file. Only that of the summary itself is
+    compared here.
+
+    Returns:
+        None if there is no summary.json, because the run is not finished.
+
+    Raises:
+        RecordError: The file cannot be read, or is damaged.
+    """
     file = path / "summary.json"
     check_folder(path)
     try:
@@ -71,7 +81,12 @@ def read_checked_summary(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | 
 
 
 def _problem_in(summary: Any, checks: Any) -> str:
-    """Return an error in the content of a summary. Empty: there is none."""
+    """Return the first error in the content of a summary. Empty: there is none.
+
+    Args:
+        summary: Content of summary.json without its checksums.
+        checks: Checksums by file name. Empty: an earlier version wrote none.
+    """
     if not isinstance(summary, dict) or not isinstance(checks, dict):
         return "it holds no object, or its checksums are none"
     if checks and checks.get("summary.json") != checksum(_sorted_json(summary)):
@@ -98,7 +113,12 @@ def _problem_in(summary: Any, checks: Any) -> str:
 
 
 def _problem_in_best_round(best: Any, rounds: int) -> str:
-    """Return an error in the best round of a summary. Empty: there is none."""
+    """Return an error in the best round of a summary. Empty: there is none.
+
+    Args:
+        best: Entry of the summary, which must be a table with a `round`.
+        rounds: Number of completed rounds, the largest valid value.
+    """
     round = best.get("round") if isinstance(best, dict) else None
     if type(round) is int and 0 <= round <= rounds:
         return ""
@@ -106,7 +126,15 @@ def _problem_in_best_round(best: Any, rounds: int) -> str:
 
 
 def _problem_in_figures(summary: Mapping[str, Any], labels: Mapping[str, str]) -> str:
-    """Return an error in the metrics of a summary. Empty: there is none."""
+    """Return the first problem in the metrics of a summary. Empty: there is none.
+
+    `metrics` must be a table with a table for every metric. Such a table, and also `accuracy`, must
+    have a number for every share. A share must be a number, or a key of `labels`.
+
+    Args:
+        summary: Content of a summary.json.
+        labels: Names of shares in tables, by share as text.
+    """
     metrics = summary.get("metrics", {})
     if not isinstance(metrics, dict):
         return f"metrics = {metrics!r} was found; a table fits"
@@ -121,7 +149,12 @@ def _problem_in_figures(summary: Mapping[str, Any], labels: Mapping[str, str]) -
 
 
 def _problem_in_members(members: Any, labels: Mapping[str, str]) -> str:
-    """Return an error in the members of a summary. Empty: there is none."""
+    """Return the first error in the members of a summary. Empty: there is none.
+
+    Args:
+        members: Entry of the summary: a table with `params` and `macs` for every share.
+        labels: Names of shares in tables, by share as text.
+    """
     if not isinstance(members, dict):
         return f"members = {members!r} was found; a table fits"
     for share, member in members.items():
@@ -134,7 +167,7 @@ def _problem_in_members(members: Any, labels: Mapping[str, str]) -> str:
 
 
 def _is_share(text: str, labels: Mapping[str, str]) -> bool:
-    """Return True if the key of a figure is a number, or has a label."""
+    """Return True if the key of a figure is a finite number as text, or a key of `labels`."""
     if text in labels:
         return True
     try:

@@ -84,11 +84,18 @@ class Tracking(ABC):
 
     @abstractmethod
     def open(self, about: About) -> Tracker:
-        """Start to track a run, or continue after it was resumed."""
+        """Start to track a run, or continue after it was resumed.
+
+        Args:
+            about: Description of the run. Its id stays the same when the run is resumed.
+        """
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """Return the finite numbers of a record by name, such as `loss` and `accuracy/0.5`."""
+    """Return the finite numbers of a record by name, such as `loss` and `accuracy/0.5`.
+
+    The number of the round and missing values are left out.
+    """
     plain = record.to_dict()
     plain.pop("accuracy", None)  # It is one of the metrics.
     plain.pop("main", None)
@@ -106,7 +113,12 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 def flat(settings: Mapping[str, Any], path: str = "") -> dict[str, Scalar]:
-    """Return nested settings by dotted path. Lists are converted to text."""
+    """Return nested settings as one table by dotted path. Lists are converted to JSON text.
+
+    Args:
+        settings: Nested settings.
+        path: Prefix of all paths, with its dot at the end. Empty: there is none.
+    """
     by_path: dict[str, Scalar] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
@@ -331,10 +343,12 @@ def tracked(
 def _call_each(
     opened: list[tuple[str, Tracker]], moment: str, call: Callable[[Tracker], None]
 ) -> None:
-    """Call a function with every open tracker, and drop those that fail with a warning.
+    """Call a function with every open tracker.
+
+    A tracker that raises an exception is removed from `opened`, and a warning is logged.
 
     Args:
-        opened: Trackers with the names of their classes.
+        opened: Trackers with the names of their classes. It is changed.
         moment: Moment of the call, for the warning.
         call: Function that logs or finishes.
     """
@@ -352,7 +366,13 @@ def _call_each(
 
 
 def _about(run: Run, config: Mapping[str, Any], folder: Path | None) -> About:
-    """Return the description of a run that trackers are opened with."""
+    """Return the description of a run that trackers are opened with.
+
+    Args:
+        run: The run.
+        config: Nested settings of the run that trackers show.
+        folder: Folder of the run. None: it has none.
+    """
     from fedquilt.round.labels import share_label, tested_budgets
 
     budgets = tested_budgets(run.method, run.fleet.kinds) or (Budget(share=1.0),)
@@ -369,7 +389,17 @@ def _about(run: Run, config: Mapping[str, Any], folder: Path | None) -> About:
 
 
 def _id(folder: Path | None) -> str:
-    """Return the identifier of a run for trackers, which its folder stores."""
+    """Return the identifier of a run for trackers, which its folder stores in tracking.json.
+
+    If the file does not exist, a random identifier is drawn and written. Without a folder, every
+    call draws another one.
+
+    Args:
+        folder: Folder of the run. None: it has none.
+
+    Raises:
+        RecordError: The file cannot be read or written.
+    """
     file = folder / "tracking.json" if folder else None
     if file and file.exists():
         try:

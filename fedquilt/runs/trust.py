@@ -61,12 +61,12 @@ class Code:
 
     @property
     def label(self) -> str:
-        """Return path and name, as a line of the list has them."""
+        """Return `path:name` as a line of the list has it. Without a name it is the path alone."""
         return f"{self.path}:{self.name}" if self.name else str(self.path)
 
     @property
     def sha256(self) -> str:
-        """Return the SHA-256 of the file."""
+        """Return the SHA-256 of the file in hexadecimal digits. The file is read on every call."""
         assert self.path is not None
         with self.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -90,13 +90,17 @@ def trusted_file() -> Path:
 def is_recorded(file: str | Path) -> bool:
     """Return True if a TOML file is in the folder of a run or a study.
 
-    Somebody else may have written such a file.
+    Somebody else may have written such a file. If the file is a link, the folder of its target
+    counts as well.
     """
     return is_beside_records(file) or is_beside_records(os.path.realpath(file))
 
 
 def is_beside_records(file: str | Path) -> bool:
-    """Return True if the folder of a file has files of a run or a study."""
+    """Return True if the folder that has a file also has files of a run or a study.
+
+    Links are not followed, and the file itself need not exist.
+    """
     folder = Path(os.path.abspath(file)).parent
     return any(os.path.lexists(folder / name) for name in _RECORDS)
 
@@ -187,7 +191,13 @@ def remember_code(settings: Iterable[Mapping[str, Any]]) -> None:
 
 
 def named_code(plain: Any) -> list[Code]:
-    """Return all code that plain settings name, at any depth, if its file exists."""
+    """Return all code that plain settings name, at any depth, each once. Nothing is imported.
+
+    References to files that do not exist are left out. A module without a file has no path.
+
+    Args:
+        plain: Settings, or a part of them.
+    """
     return list(dict.fromkeys(code for text in _texts(plain) for code in _code_of(text)))
 
 
@@ -204,7 +214,12 @@ def _texts(plain: Any) -> Iterator[str]:
 
 
 def _code_of(reference: str) -> Iterator[Code]:
-    """Yield the files that a reference imports."""
+    """Yield the files that importing a reference would run. Nothing is imported.
+
+    Args:
+        reference: Text such as `file.py:NAME` or `package.module:NAME`. For a module, the packages
+            above it come first. Any other text yields nothing.
+    """
     if is_file(reference):
         path, name = split_file(reference)
         try:
@@ -227,7 +242,12 @@ def _code_of(reference: str) -> Iterator[Code]:
 
 
 def _problem(code: Code, trusted: Mapping[str, str]) -> str:
-    """Return why code is not trusted. Empty: it is."""
+    """Return the reason why code is not trusted. Empty: it is.
+
+    Args:
+        code: File and name. The file is read, to compare its checksum.
+        trusted: SHA-256 by label of all trusted code.
+    """
     if code.path is None:
         return (
             f"{code.reference}: this module has no file that could be compared. Name code in a "
@@ -248,7 +268,13 @@ def _problem(code: Code, trusted: Mapping[str, str]) -> str:
 
 
 def _read() -> dict[str, str]:
-    """Return the SHA-256 of every label in the list. Damaged lines are ignored with a warning."""
+    """Return the SHA-256 of every label in the user's list. It is empty if there is no list.
+
+    Damaged lines are ignored with a warning.
+
+    Raises:
+        ConfigError: The list cannot be read.
+    """
     file = trusted_file()
     try:
         lines = os.fsdecode(file.read_bytes()).split("\n")

@@ -44,7 +44,13 @@ class Written:
     sha256: str  # Checksum in hexadecimal digits
 
     def damage(self, folder: Path) -> str:
-        """Return a description of the file's damage, or an empty string if it is intact."""
+        """Return a description of the file's damage, or an empty string if it is intact.
+
+        Size and checksum are compared. A file that cannot be read counts as damaged.
+
+        Args:
+            folder: Folder that has the file.
+        """
         path = folder / self.name
         try:
             if (size := path.stat().st_size) != self.size:
@@ -62,8 +68,14 @@ def write(path: Path, chunks: Iterable[Bytes]) -> Written:
     """Write a file atomically, so that even a power cut leaves either the old or the new file.
 
     Args:
-        path: File to write.
+        path: File to write. An existing plain file is replaced.
         chunks: Contents of the file, in order.
+
+    Returns:
+        Name, size and checksum of the file.
+
+    Raises:
+        OSError: The file cannot be written, or the path is not a plain file.
     """
     # Without this check, root could replace /dev/null by a file.
     if path.exists() and not path.is_file():
@@ -91,7 +103,7 @@ def write(path: Path, chunks: Iterable[Bytes]) -> Written:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically, and create the folders above it.
+    """Write a text file in UTF-8 atomically, and create the folders above it.
 
     Raises:
         RecordError: The file could not be written.
@@ -135,7 +147,7 @@ def make_folder(folder: Path) -> None:
 
 
 def why(error: OSError) -> str:
-    """Return the reason that the system gives for an error."""
+    """Return the reason that the system gives for an error, without number and file name."""
     return error.strerror or str(error)
 
 
@@ -154,9 +166,10 @@ def sync_folder(folder: Path) -> None:
 def settled(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors as they would be read back from a file: contiguous, each in its own memory.
 
-    Tensors that are kept between rounds are stored like this, because the last bits of a product
-    depend on strides and alignment. Without it, a resumed run would drift from one that was not
-    interrupted. The result also keeps no larger tensor alive.
+    Tensors that are so already are detached and share their memory with `weights`. The others are
+    copied. Tensors that are kept between rounds are stored like this, because the last bits of a
+    product depend on strides and alignment. Without it, a resumed run would drift from one that was
+    not interrupted. The result also keeps no larger tensor alive.
     """
     tensors = {name: value.detach() for name, value in weights.items()}
     loose = [
@@ -182,7 +195,7 @@ class Blob:
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor], note: Any) -> Blob:
-        """Return tensors with a note.
+        """Return a blob of tensors with a note in its header. Tensors are not copied.
 
         Args:
             tensors: Tensors by name, in the order of the file.
@@ -192,7 +205,7 @@ class Blob:
 
     @staticmethod
     def sealed(tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> Blob:
-        """Return tensors whose note has a checksum of all contents, so that any change is detected.
+        """Return a blob whose note has a checksum of all contents, so that any change is detected.
 
         Args:
             tensors: Tensors by name, in the order of the file.
@@ -208,7 +221,7 @@ class Blob:
 
     @staticmethod
     def of_state(weights: Weights, slots: Slots, extras: Extras, **note: Any) -> Blob:
-        """Return the state of a server or of a client.
+        """Return a blob of the state of a server or of a client, which `read_state` reads back.
 
         Args:
             weights: Weights by name.
@@ -235,7 +248,11 @@ class Blob:
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
-    """Return dtype, shape and size of every tensor, and refuse types that the format lacks."""
+    """Return dtype, shape and number of bytes of every tensor, by name.
+
+    Raises:
+        RecordError: A tensor has a dtype that the safetensors format lacks.
+    """
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
             supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NAMES)
@@ -249,7 +266,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
 
 
 def header(shapes: Shapes, note: Any) -> bytes:
-    """Return the header of a safetensors file.
+    """Return the header of a safetensors file with its length in front, padded to 8 bytes.
 
     Args:
         shapes: Tensors, in the order in which their data follows.
@@ -261,7 +278,7 @@ def header(shapes: Shapes, note: Any) -> bytes:
 
 
 def _described(shapes: Shapes) -> dict[str, Any]:
-    """Return the entries of a header."""
+    """Return the entries of a header as JSON values: dtype, shape and offsets of each tensor."""
     entries: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape, size) in shapes.items():

@@ -90,7 +90,14 @@ def bounded_json(text: bytes, max_depth: int) -> Any:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dictionary, or refuse it if a key occurs twice."""
+    """Return a JSON object as a dictionary.
+
+    Args:
+        pairs: Keys and values of the object, in order.
+
+    Raises:
+        FormatError: A key occurs twice.
+    """
     table = dict(pairs)
     if len(table) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -183,7 +190,16 @@ def read_header(stream: BinaryIO, total: int) -> Header:
 
 
 def _entry(name: str, entry: Any, begin: int) -> Entry:
-    """Check one entry of a header, and return it with its offset in the file."""
+    """Check one entry of a header, and return it with its offset in the file.
+
+    Args:
+        name: Name of the tensor.
+        entry: JSON value of the entry.
+        begin: Byte of the file at which data begins.
+
+    Raises:
+        FormatError: The entry is malformed, or its shape and offsets contradict each other.
+    """
     if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
         raise FormatError(
             f"{name[:50]!r} is no name of a tensor: 1 to {MAX_NAME_LENGTH} printable characters fit"
@@ -317,11 +333,14 @@ class TensorFile:
         return note.get(SEAL) if isinstance(note, dict) else None
 
     def tensors(self, device: torch.device, sealed: bool = False) -> dict[str, Tensor]:
-        """Read the tensors, each into its own memory.
+        """Read all tensors, each into its own memory. It can be called once.
 
         Args:
             device: Device for the tensors.
             sealed: Compare the checksum in the note, which files of `Blob.sealed` have.
+
+        Returns:
+            Tensors by name, in the order of the header.
 
         Raises:
             RecordError: The file was cut short meanwhile, its checksum differs, or a bool is
@@ -351,7 +370,7 @@ class TensorFile:
 
     @contextmanager
     def _blame(self) -> Iterator[None]:
-        """Raise a FormatError inside as a RecordError that names the file."""
+        """Turn a FormatError inside the block into a RecordError that names the file."""
         try:
             yield
         except FormatError as error:

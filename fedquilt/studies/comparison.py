@@ -143,7 +143,7 @@ class Comparison:
 
 
 def _check_comparable(runs: Sequence[Result]) -> None:
-    """Refuse an empty list, and runs of different data or tasks."""
+    """Refuse an empty list, and runs of different data, tasks or main metrics."""
     if not runs:
         raise ConfigError(
             "a comparison was asked for; there are no runs. Give at least one finished run."

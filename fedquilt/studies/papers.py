@@ -390,7 +390,7 @@ def _problems_of_scales(preset: Preset) -> Iterator[str]:
 
 
 def _all_settings(preset: Preset) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield every table of settings in a preset with its position in the file."""
+    """Yield the path of every table of settings in a preset's file, and the table."""
     yield "settings", preset.settings
     yield "tuning", preset.tuning
     yield from ((f"parts.{name}", part) for name, part in preset.parts.items())
@@ -420,7 +420,10 @@ def _problems_of_row(preset: Preset, row: Row, position: str) -> Iterator[str]:
 
 
 def _problems_of_settings(preset: Preset) -> Iterator[str]:
-    """Yield problems of the settings of a row at a scale, each of them once."""
+    """Yield the problems of the settings of all rows at all scales, each problem once.
+
+    A problem is reported for the first scale and row that has it.
+    """
     reported = set()
     for scale in preset.scales:
         for name, settings in preset.rows_at(scale):

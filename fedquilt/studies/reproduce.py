@@ -32,19 +32,20 @@ def plan_of(
     rows: Sequence[str] = (),
     assignments: Sequence[Assignment] = (),
 ) -> Plan:
-    """Return the study that reproduces a table.
+    """Return the study that reproduces a table of a paper. Nothing is run.
 
     Args:
-        preset: The table.
+        preset: The table, with the settings of its rows.
         scale: Name of one of its scales.
-        data_folder: Folder of the data files.
+        data_folder: Folder that has the data files and supernets of the chosen rows.
         seeds: Random seeds. Empty: those of the scale.
-        rows: Texts that the names of rows contain. Empty: all rows.
-        assignments: Settings of all rows, which replace those of the table.
+        rows: Texts that the names of rows contain, ignoring case. A text that is a complete name
+            chooses this row alone. Empty: all rows.
+        assignments: Settings that replace those of the table in every row. Empty: none.
 
     Raises:
-        ConfigError: No row has a name that contains one of the texts.
-        DataError: A data file is missing.
+        ConfigError: There is no such scale, or one of the texts is in no row's name.
+        DataError: A file that a chosen row needs is missing.
     """
     part = replace(preset, rows=tuple(chosen_rows(preset, rows)))
     grid = preset.grid_at(scale)

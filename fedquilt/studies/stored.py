@@ -80,7 +80,11 @@ def _portable(config: bytes) -> bytes:
 
 
 def _device(config: bytes) -> str:
-    """Return the device that a run was trained on, with the name of its hardware."""
+    """Return the device in a run's settings, and the name of such hardware on this machine.
+
+    Args:
+        config: Content of the run's config.toml.
+    """
     device = tomllib.loads(config.decode()).get("engine", {}).get("device", "cpu")
     if device.startswith("cuda") and torch.cuda.is_available():
         return f"{device}, {torch.cuda.get_device_name(device)}"

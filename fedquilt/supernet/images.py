@@ -93,7 +93,14 @@ class SupernetData:
         return SupernetData(self.images.to(device), labels, self.num_classes)
 
     def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images and labels of some rows. Rotations give four samples for each row."""
+        """Return the images and labels of a batch.
+
+        Without labels, every image is rotated by 0, 90, 180 and 270 degrees, and the rotation is
+        its label. There are then four samples for each row, all of one rotation after the other.
+
+        Args:
+            rows: (sample,) Positions of the images.
+        """
         rows = rows.to(self.images.device)
         if self.labels is None:
             return rotations(self.images[rows])

@@ -113,7 +113,16 @@ def _knowledge(search: Search, counts: Mapping[Limits, int], macs: float | None)
 
 
 def _remaining(limits: Limits, spent: Costs | None, search: Search) -> Limits:
-    """Return a device's limits minus the costs of the knowledge net."""
+    """Return a device's limits minus the costs of the knowledge net.
+
+    Args:
+        limits: Limits of the pair of nets.
+        spent: Costs of the knowledge net. None: they are not subtracted.
+        search: Search for the private net, which checks that some net fits.
+
+    Raises:
+        BudgetError: No private net fits within what remains.
+    """
     if spent is None:
         return limits
     bounds = {field.name: getattr(limits, field.name) for field in fields(limits)}

@@ -46,13 +46,13 @@ TASKS: dict[str, type[Task]] = {
 
 
 def find_task(task: str | Task) -> Task:
-    """Return a task by name with its default options. A task is returned unchanged.
+    """Return a task by name with its default options. A task object is returned unchanged.
 
     Args:
         task: A name in `TASKS`, `file.py:Task`, or a task.
 
     Raises:
-        ConfigError: The name is unknown, or is not the name of a task.
+        ConfigError: The name is unknown, is not the name of a task, or the user's task fails.
     """
     if isinstance(task, Task):
         return task
@@ -72,6 +72,6 @@ def find_task(task: str | Task) -> Task:
 
 
 def is_own(task: Task) -> bool:
-    """Return True if the task or one of its metrics is not part of fedquilt."""
+    """Return True if the class of the task or of one of its metrics is the user's own code."""
     parts = (type(task), *(type(metric) for metric in task.measured))
     return any(not part.__module__.startswith(f"{__name__}.") for part in parts)

@@ -19,7 +19,9 @@ T = TypeVar("T")
 
 
 def check_task(task: Task, outputs: Tensor, targets: Tensor, name: str = "data") -> None:
-    """Run the loss and all metrics on a few samples, and refuse invalid results.
+    """Run the loss and all metrics once on a few samples, and refuse invalid results.
+
+    It tests a task of the user's own before a run. No weights are changed.
 
     Args:
         task: Task to check.
@@ -45,7 +47,11 @@ def check_task(task: Task, outputs: Tensor, targets: Tensor, name: str = "data")
 
 
 def _check_loss(task: Task, outputs: Tensor, targets: Tensor) -> None:
-    """Refuse a loss of the wrong shape or type, or without a gradient."""
+    """Raise a ConfigError if `losses`, `counted` or `mean_loss` is wrong in shape or type.
+
+    The mean loss must also have a gradient under vmap that is not 0 everywhere. The arguments are
+    those of `check_task`.
+    """
     losses = _called(task, "losses", lambda: task.losses(outputs, targets))
     counted = _called(task, "counted", lambda: task.counted(targets))
     _check_tensor(task, "losses", losses)
@@ -81,7 +87,17 @@ def _check_loss(task: Task, outputs: Tensor, targets: Tensor) -> None:
 
 
 def _check_sums(task: Task, metric: SumMetric, outputs: Tensor, targets: Tensor) -> None:
-    """Refuse sums that do not add up over batches, or differ under vmap."""
+    """Raise a ConfigError if sums do not add up over batches, or change shape under vmap.
+
+    The sums of the first sample and of the others must add to the sums of all. The value of the
+    metric is checked too.
+
+    Args:
+        task: Task of the metric, for messages.
+        metric: Metric to check.
+        outputs: (sample, class, …) Outputs of at least two samples.
+        targets: (sample, …) Their targets.
+    """
     subject = f"metric {metric.name!r}"
     total = _called(task, subject, lambda: metric.sums(outputs, targets))
     _check_tensor(task, subject, total)
@@ -111,7 +127,15 @@ def _check_sums(task: Task, metric: SumMetric, outputs: Tensor, targets: Tensor)
 
 
 def _called(task: Task, what: str, function: Callable[[], T]) -> T:
-    """Call a part of a task. If it fails, raise an error that names the part."""
+    """Call a function, and raise any error of the user's code as a ConfigError.
+
+    Errors of fedquilt stay as they are.
+
+    Args:
+        task: Task whose part is called, for the message.
+        what: Name of the part, such as "losses".
+        function: Calls the part.
+    """
     try:
         return function()
     except FedquiltError:

@@ -92,7 +92,11 @@ class Classification(Task):
     def augment_targets(self, targets: Tensor, augment: Augment) -> Tensor:
         """Crop and flip masks (sample, *size) like their inputs. Padded pixels do not count.
 
-        Classes of whole samples, and tokens, are returned unchanged.
+        Classes of whole samples, and tokens, have fewer dimensions and are returned unchanged.
+
+        Args:
+            targets: Targets of one batch.
+            augment: Crops and flips images (sample, channel, *size) as the inputs were.
         """
         if targets.dim() < 3:
             return targets
@@ -146,12 +150,20 @@ class Classification(Task):
         return _constant(self.class_weights, dtype, device) if self.class_weights else None
 
     def divergences(self, outputs: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
-        """Return KL(teacher ‖ outputs) over the classes."""
+        """Return KL(teacher ‖ outputs) over the classes, in the shape of the targets.
+
+        It is 0 for targets that do not count.
+
+        Args:
+            outputs: (sample, class, …) Logits of the net that learns.
+            teacher: (sample, class, …) Logits of the net that it learns from.
+            targets: (sample, …) Targets, which determine the positions that count.
+        """
         return divergence(outputs, teacher) * self.counted(targets)
 
 
 def divergence(outputs: Tensor, teacher: Tensor) -> Tensor:
-    """Return KL(teacher ‖ outputs) over the classes of every position: (sample, …).
+    """Return KL(teacher ‖ outputs) over the classes of every position, (sample, …), without a mean.
 
     Args:
         outputs: (sample, class, …) Logits of the net that learns.
@@ -164,7 +176,7 @@ def divergence(outputs: Tensor, teacher: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return values as a tensor that is created once.
+    """Return values as a tensor, the same one in every call with equal arguments.
 
     It is cached, because numbers cannot be copied to a GPU while a CUDA graph is captured. It is
     created outside of transforms and of inference mode, so that later calls can use it inside or

@@ -62,7 +62,13 @@ class Segmentation(Classification):
         return self.background
 
     def settled(self, output_shape: Sequence[int]) -> Self:
-        """Return the task with Dice of every foreground class among its usual metrics."""
+        """Return the task with Dice of every foreground class among its usual metrics.
+
+        Metrics that the user chose stay as they are.
+
+        Args:
+            output_shape: Shape of a model's output with its classes in dimension 1.
+        """
         if self.metrics or len(output_shape) < 2:
             return self
         main, *other_metrics = self.usual_metrics
@@ -71,7 +77,7 @@ class Segmentation(Classification):
 
     @property
     def _first(self) -> int:
-        """Return the first class of the Dice loss and of means over classes."""
+        """Return the first class of the Dice loss and of means: 0 with `background`, else 1."""
         return 0 if self.background else 1
 
     @override
@@ -133,7 +139,14 @@ class Segmentation(Classification):
         return targets != self.ignore
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of every sample, 0 for those without a voxel that counts: (sample,)."""
+        """Return the loss of every sample, 0 for those without a voxel that counts: (sample,).
+
+        It is cross-entropy, soft Dice, or their sum, as `loss` says.
+
+        Args:
+            outputs: (sample, class, *size) Outputs of a net.
+            targets: (sample, *size) Masks.
+        """
         if self.loss == "cross-entropy":
             return self._entropies(outputs, targets)
         if self.loss == "dice":
@@ -157,7 +170,12 @@ class Segmentation(Classification):
         return losses.sum() / self.total(targets).clamp(min=1).to(losses.dtype)
 
     def _entropies(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return each sample's mean cross-entropy. The divisor is the sum of the class weights."""
+        """Return each sample's mean cross-entropy over the voxels that count: (sample,).
+
+        As in `torch.nn.CrossEntropyLoss`, the divisor is the sum of the class weights of these
+        voxels. Without class weights it is the number of these voxels. A sample without such voxels
+        has 0.
+        """
         entropies = super().losses(outputs, targets).flatten(1).sum(1)
         counted = self._voxels(targets)
         weights = self._class_weights(entropies.dtype, targets.device)
@@ -169,7 +187,10 @@ class Segmentation(Classification):
         return entropies / divisor.where(divisor > 0, 1.0)
 
     def _dice_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return each sample's soft Dice loss. It is 0 if no voxel of the sample counts."""
+        """Return each sample's soft Dice loss as the mean over classes, (sample,).
+
+        Class 0 is left out unless `background` is set. The loss is 0 if no voxel counts.
+        """
         # Half precision is too inexact for sums over many voxels.
         dtype = torch.promote_types(outputs.dtype, torch.float32)
         counted = self._voxels(targets).flatten(1).unsqueeze(1)

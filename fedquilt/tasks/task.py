@@ -85,7 +85,10 @@ class Task(ABC):
 
     @property
     def counts_background(self) -> bool:
-        """Return True if class 0 counts in the means of Dice and IoU over classes."""
+        """Return True if class 0 counts in the means of Dice and IoU over classes.
+
+        Tasks without masks return False.
+        """
         return False
 
     def settled(self, output_shape: Sequence[int]) -> Self:
@@ -193,11 +196,11 @@ class Task(ABC):
         """
 
     def counted(self, targets: Tensor) -> Tensor:
-        """Return True for targets that count, in the shape of `losses`."""
+        """Return booleans in the shape of `losses`, True for targets that count. Here all count."""
         return torch.ones_like(targets, dtype=torch.bool)
 
     def total(self, targets: Tensor) -> Tensor:
-        """Return the divisor of the mean loss, which is the number of targets that count."""
+        """Return the divisor of the mean loss, a scalar: the number of targets that count."""
         return self.counted(targets).sum()
 
     def mean_loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -246,7 +249,7 @@ class Task(ABC):
 
     @cached_property
     def measured(self) -> tuple[Metric, ...]:
-        """Return the metrics, the main one first."""
+        """Return the metrics, the main one first. They are created once for each task object."""
         return self.make_metrics()
 
     def make_metrics(self) -> tuple[Metric, ...]:
@@ -296,7 +299,7 @@ class Task(ABC):
         return sums_by_name
 
     def metric_of(self, figure: str) -> Metric:
-        """Return the metric that a figure in the records shows.
+        """Return the metric that a figure in the records shows. Unknown names give the main metric.
 
         Args:
             figure: A metric's name, `local_NAME` (the mean over clients' own test samples),
@@ -307,7 +310,10 @@ class Task(ABC):
         return named.get(name) or named.get(name.removeprefix("local_")) or self.main
 
     def values(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the metrics by name, from `totals`, which are their sums over all batches."""
+        """Return metrics by name, from `totals`, which are their sums over all batches by name.
+
+        Metrics without sums in `totals` are left out.
+        """
         return {
             metric.name: metric.value(totals[metric.name])
             for metric in self.measured
@@ -315,7 +321,7 @@ class Task(ABC):
         }
 
     def collected_values(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return the metrics that need all outputs, by name.
+        """Return the values of the metrics that need all outputs at once, by name.
 
         Args:
             outputs: (sample, class, …) Outputs of the samples at `kept_positions`.
@@ -324,12 +330,16 @@ class Task(ABC):
         return {metric.name: metric.value(outputs, targets) for metric in self.collected}
 
     def kept_positions(self, count: int) -> Tensor:
-        """Return positions of samples to keep: all of `count`, or `max_samples` evenly spaced."""
+        """Return positions of samples whose outputs are kept for metrics that need all of them.
+
+        These are all positions of `count` samples, or `max_samples` evenly spaced ones if there are
+        more.
+        """
         num_kept = min(count, self.max_samples)
         return torch.arange(num_kept) * count // max(num_kept, 1)
 
     def refuse_collected(self, who: str) -> None:
-        """Raise an error if a metric needs outputs where they must not leave a device.
+        """Raise a ConfigError if a metric needs outputs where they must not leave a device.
 
         Args:
             who: Component that keeps outputs on devices, for the message: "the engine 'remote'".
@@ -348,7 +358,9 @@ def _exact(sums: Tensor) -> Tensor:
 
 
 def hide_absent(outputs: Tensor, present: Tensor | None, absent: float = -math.inf) -> Tensor:
-    """Replace the outputs of classes that are not present.
+    """Return outputs in which classes that are not present have the value `absent`.
+
+    The result is a copy, or the same tensor if `present` is None.
 
     Args:
         outputs: (sample, class, …) Outputs of a net.

@@ -47,7 +47,7 @@ class Prepared:
     files: tuple[Fetched, ...]  # Published files that it was made from.
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entries as values that JSON has."""
+        """Return paths, sizes, checksums, shapes, title, source and terms as plain JSON values."""
         return {
             "file": str(self.path),
             "bytes": self.bytes,
@@ -77,7 +77,9 @@ def prepare(
     recipe: Recipe | None = None,
     watch: Watch | None = None,
 ) -> list[Prepared]:
-    """Write data sets as `out/NAME.npz`. A file is written completely or not at all.
+    """Download published data, and write each data set as `out/NAME.npz`.
+
+    A file is written completely or not at all.
 
     Args:
         names: Names of `DATA_SETS`.
@@ -87,6 +89,9 @@ def prepare(
         recipe: Number of images, random seed and fonts. None: the defaults.
         watch: Called with the name of a step, how much of it is done, and how much there is (0:
             unknown). None: progress is not reported.
+
+    Returns:
+        An entry for each file, in the order of `names`.
 
     Raises:
         ConfigError: A name is unknown or repeated, or a file exists already.
@@ -128,6 +133,8 @@ def _prepared(
 
 def missing_message(name: str, folder: str | Path = FOLDER) -> str:
     """Return the message for a missing data file: its content, its source, and how to prepare it.
+
+    A name that is not in `DATA_SETS` gets a shorter message.
 
     Args:
         name: Name of the data set, and of the file without .npz.

@@ -45,7 +45,9 @@ class DataSet:
 def _published(
     name: str, host: str, md5: str, max_bytes: int, max_unpacked: int, mirror: str = ""
 ) -> Published:
-    """Return a file that a host, and perhaps a mirror, publishes under its name.
+    """Return the description of a file whose address is `host` followed by its name.
+
+    Nothing is downloaded.
 
     Args:
         name: Name of the file.

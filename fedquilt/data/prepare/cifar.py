@@ -13,7 +13,10 @@ IMAGE_SHAPE = (3, 32, 32)
 
 
 def cifar10(archive: Fetched) -> Arrays:
-    """Read CIFAR-10: five training batches and one test batch, a label byte before each image."""
+    """Read CIFAR-10's .tar.gz file, and return arrays by name: images, labels and class names.
+
+    It has five training batches and one test batch. A label byte precedes each image.
+    """
     folder = "cifar-10-batches-bin"
     batches = tuple(f"{folder}/data_batch_{number}.bin" for number in range(1, 6))
     return _read(
@@ -22,7 +25,10 @@ def cifar10(archive: Fetched) -> Arrays:
 
 
 def cifar100(archive: Fetched) -> Arrays:
-    """Read CIFAR-100 with its fine classes. A record has the coarse class before the fine one."""
+    """Read CIFAR-100's .tar.gz file with its 100 fine classes, and return arrays by name.
+
+    A record has the coarse class before the fine one. The coarse class is not used.
+    """
     folder = "cifar-100-binary"
     names = f"{folder}/fine_label_names.txt"
     return _read(archive, (f"{folder}/train.bin",), f"{folder}/test.bin", names, num_labels=2)
@@ -31,7 +37,7 @@ def cifar100(archive: Fetched) -> Arrays:
 def _read(
     archive: Fetched, train: tuple[str, ...], test: str, names: str, num_labels: int
 ) -> Arrays:
-    """Return the arrays of an archive.
+    """Return the arrays of an archive: `x_train`, `y_train`, `x_test`, `y_test` and `classes`.
 
     Args:
         archive: The .tar.gz file.
@@ -39,6 +45,9 @@ def _read(
         test: Member with test records.
         names: Member with a line for the name of each class.
         num_labels: Label bytes of a record, the last of which is the class.
+
+    Raises:
+        DataError: A member is missing or damaged, or a label has no name.
     """
     contents = named_members(archive, (*train, test, names))
     classes = contents[names].decode().split()

@@ -26,7 +26,9 @@ Samples = tuple[np.ndarray, np.ndarray]  # Images (n, 28, 28, 3) as bytes, and t
 def digits5(
     files: Mapping[str, Fetched], per_domain: int, seed: int, fonts: Path | None, watch: Watch
 ) -> dict[str, np.ndarray]:
-    """Return Digits-Five, with equally many images of every class in every domain.
+    """Return arrays of Digits-Five by name, with equally many images of each class and domain.
+
+    SYN is drawn anew. The images of the other domains are a random choice of published ones.
 
     Args:
         files: Published files by their names.
@@ -54,7 +56,11 @@ def digits5(
 
 
 def split_counts(per_domain: int) -> dict[str, int]:
-    """Return the numbers of training and test images per domain, both multiples of ten."""
+    """Return the numbers of images per domain for "train" (`per_domain`) and "test" (half of it).
+
+    Raises:
+        ConfigError: `per_domain` is not a positive multiple of 20, so that classes cannot balance.
+    """
     if per_domain < 2 * NUM_CLASSES or per_domain % (2 * NUM_CLASSES):
         raise ConfigError(
             f"{per_domain} images per domain were asked for; a multiple of {2 * NUM_CLASSES} can "
@@ -64,16 +70,19 @@ def split_counts(per_domain: int) -> dict[str, int]:
 
 
 def balanced(digits: np.ndarray, count: int, key: int, name: str) -> np.ndarray:
-    """Draw samples at random, equally many of every class.
+    """Draw samples at random without replacement, equally many of each of the ten digits.
 
     Args:
-        digits: Class of each sample.
-        count: Number of samples to draw.
+        digits: (sample,) Digit of each sample.
+        count: Number of samples to draw, a multiple of ten.
         key: Key of the random numbers.
         name: Name of the data, for the message.
 
     Returns:
         Positions of the samples, ascending.
+
+    Raises:
+        DataError: A digit has too few samples.
     """
     each = count // NUM_CLASSES
     positions = []
@@ -105,7 +114,7 @@ def _svhn(files: Mapping[str, Fetched], split: str, count: int, key: int) -> Sam
 
 
 def _mat(file: Fetched) -> Samples:
-    """Return the images (n, 32, 32, 3) and digits of a MATLAB file.
+    """Return the images (n, 32, 32, 3) and digits (n,) of a MATLAB file, both as bytes.
 
     The digit 0 has the label 10 in the file.
     """
@@ -145,10 +154,10 @@ def _usps(files: Mapping[str, Fetched], split: str, count: int, key: int) -> Sam
 
 
 def _libsvm(file: Fetched) -> Samples:
-    """Return the images (n, 16, 16) and digits of a LIBSVM text.
+    """Return the images (n, 16, 16) from 0 to 255 and the digits of a LIBSVM text.
 
     A line has the digit plus 1, followed by `pixel:value` with pixels from 1 on and values from −1
-    to 1.
+    to 1. Pixels that it does not list are 0 there, which is 128 in the image.
     """
     lines = unpacked(file).splitlines()
     pixels = np.zeros((len(lines), math.prod(USPS_SHAPE)))
@@ -174,9 +183,16 @@ def _libsvm(file: Fetched) -> Samples:
 
 
 def _mnistm(files: Mapping[str, Fetched], split: str, count: int, key: int) -> Samples:
-    """Read MNIST-M: PNG files, and a list of their names and digits.
+    """Return `count` images (n, side, side, 3) and digits of MNIST-M, equally many of each digit.
 
-    The archive is read twice, because the list may come after the files it names.
+    The archive has PNG files, and a list of their names and digits. It is read twice, because the
+    list may come after the files it names.
+
+    Args:
+        files: Downloaded files by name.
+        split: Part of the data: "train" or "test".
+        count: Number of images, which are drawn at random.
+        key: Key of the random numbers.
     """
     file = files["mnist_m.tar.gz"]
     folder = f"mnist_m/mnist_m_{split}"
@@ -209,7 +225,15 @@ def _mnistm(files: Mapping[str, Fetched], split: str, count: int, key: int) -> S
 
 
 def _png(data: bytes, name: str) -> np.ndarray:
-    """Return a PNG image as bytes (28, 28, 3). Other sizes up to 56 × 56 pixels are resized."""
+    """Decode a PNG image to bytes (28, 28, 3). Sizes up to 56 × 56 pixels are resized to that.
+
+    Args:
+        data: Contents of the PNG file.
+        name: Name of the image for messages.
+
+    Raises:
+        DataError: It is no PNG image, or a side is longer than 56 pixels.
+    """
     from PIL import Image
 
     try:
@@ -236,7 +260,10 @@ _READERS: dict[str, Callable[[Mapping[str, Fetched], str, int, int], Samples]] =
 
 
 def _coloured(grey: np.ndarray, check_size: bool = True) -> np.ndarray:
-    """Return grey images (n, height, width) with three equal channels last."""
+    """Return grey images (n, height, width) with three equal channels, (n, height, width, 3).
+
+    With `check_size`, images that are not 28 × 28 pixels raise a DataError.
+    """
     if check_size and grey.shape[1:] != (SIDE, SIDE):
         raise DataError(f"images of {grey.shape[1:]} pixels were found; {SIDE} × {SIDE} fit.")
     return np.repeat(grey[..., None], 3, axis=3)

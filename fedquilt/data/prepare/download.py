@@ -77,7 +77,10 @@ class Downloads:
     watch: Watch = field(default=lambda step, done, total: None)
 
     def fetch(self, published: Published) -> Fetched:
-        """Return a file with its checksum compared. It is downloaded unless it exists already.
+        """Return a published file on this machine, after comparing its checksum.
+
+        An existing file in the folder is used. If there is none, the addresses are tried in order.
+        If `origin` is a folder, the file is taken from there and nothing is downloaded.
 
         Raises:
             DataError: The file cannot be obtained, is larger than announced, is truncated, or has
@@ -102,7 +105,11 @@ class Downloads:
         )
 
     def _existing(self, published: Published, path: Path) -> Fetched:
-        """Return a file that exists already, and refuse it if its checksum is wrong."""
+        """Return the file at `path`, and refuse it if its checksum or its size is wrong.
+
+        Raises:
+            DataError: It cannot be read, has another checksum than `published`, or is too large.
+        """
         try:
             with path.open("rb") as file:
                 md5, sha256, size = _sums(file)
@@ -128,7 +135,13 @@ class Downloads:
         return Fetched(published, path, "", size, sha256)
 
     def _download(self, published: Published, url: str, path: Path) -> Fetched:
-        """Download into a temporary file, which is renamed once its checksum is right."""
+        """Download the file at `url` to `path`, whose folder is made if it is missing.
+
+        Bytes are written to a temporary file, which is renamed once its checksum is right.
+
+        Raises:
+            DataError: The URL has a scheme that is not read, or the file is not the published one.
+        """
         if urlsplit(url).scheme not in SCHEMES:
             raise DataError(f"{url} was asked for; only {', '.join(SCHEMES)} are read.")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +149,12 @@ class Downloads:
         return Fetched(published, path, url, written.size, written.sha256)
 
     def _checked(self, published: Published, url: str) -> Iterator[bytes]:
-        """Yield a download and raise at its end if it is not the file that was published."""
+        """Yield the bytes at `url` in chunks, and report progress to `watch`.
+
+        Raises:
+            DataError: The download is too large, ends early, or has another checksum than
+                `published`. The last two are known only after the last chunk.
+        """
         digest = hashlib.md5(usedforsecurity=False)
         size = 0
         with _opened(url) as (stream, announced):

@@ -18,7 +18,15 @@ _DTYPES: dict[int, np.dtype[Any]] = {0x08: np.dtype(np.uint8), 0x0C: np.dtype(">
 
 
 def idx(file: Fetched, num_dims: int) -> np.ndarray:
-    """Return the array of a gzipped IDX file with the announced number of dimensions."""
+    """Return the array of a gzipped IDX file, with the shape and type that its header gives.
+
+    Args:
+        file: The file.
+        num_dims: Number of dimensions that the array must have.
+
+    Raises:
+        DataError: The header or the length of the file is wrong.
+    """
     data = unpacked(file)
     start = 4 * (1 + num_dims)
     if len(data) < start or data[:2] != b"\0\0" or data[2] not in _DTYPES or data[3] != num_dims:
@@ -37,7 +45,12 @@ def idx(file: Fetched, num_dims: int) -> np.ndarray:
 
 
 def mnist(files: Mapping[str, Fetched], split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the images (n, 28, 28) and digits of MNIST's `train` or `test` part."""
+    """Return the images (n, 28, 28) and digits (n,) of MNIST's `train` or `test` part, as bytes.
+
+    Args:
+        files: Published files by their names.
+        split: "train" or "test".
+    """
     prefix = "train" if split == "train" else "t10k"
     images = idx(files[f"{prefix}-images-idx3-ubyte.gz"], 3)
     digits = idx(files[f"{prefix}-labels-idx1-ubyte.gz"], 1)
@@ -47,9 +60,16 @@ def mnist(files: Mapping[str, Fetched], split: str) -> tuple[np.ndarray, np.ndar
 
 
 def mnist_writers(files: Mapping[str, Fetched]) -> dict[str, np.ndarray]:
-    """Return MNIST with the writer of every image as its client.
+    """Return arrays of MNIST by name, with the writer of every image as its client.
 
-    QMNIST's labels follow the order of MNIST. Its test part begins with MNIST's and is longer.
+    Writers are from QMNIST's labels, which follow the order of MNIST. Its test part begins with
+    MNIST's and is longer.
+
+    Args:
+        files: Published files of MNIST and QMNIST by their names.
+
+    Raises:
+        DataError: The labels of MNIST and QMNIST do not fit each other.
     """
     arrays: dict[str, np.ndarray] = {}
     for split in ("train", "test"):

@@ -18,10 +18,10 @@ _DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError, tarfile.TarError)
 
 
 def unpacked(file: Fetched) -> bytes:
-    """Return the contents of a gzip or bzip2 file.
+    """Return the unpacked contents of a bzip2 file (.bz2) or else of a gzip file.
 
     Raises:
-        DataError: It is damaged, or unpacks to more than the published file does.
+        DataError: It is damaged, or unpacks to more than `max_unpacked` bytes.
     """
     kind: type[bz2.BZ2File] | type[gzip.GzipFile] = (
         bz2.BZ2File if file.path.suffix == ".bz2" else gzip.GzipFile
@@ -85,7 +85,15 @@ def members(file: Fetched, is_wanted: Callable[[str], bool]) -> Iterator[tuple[s
 
 
 def named_members(file: Fetched, names: tuple[str, ...]) -> dict[str, bytes]:
-    """Return members of a .tar.gz file by their paths. A missing one is an error."""
+    """Return the contents of members of a .tar.gz file, by their paths.
+
+    Args:
+        file: The archive.
+        names: Paths of the members. Others are skipped.
+
+    Raises:
+        DataError: A member is missing.
+    """
     contents = dict(members(file, lambda name: name in names))
     if missing := [name for name in names if name not in contents]:
         raise DataError(f"{file.path} has no member {missing[0]}, which the published archive has.")

@@ -83,10 +83,10 @@ def synthesised(
 def syn(
     per_domain: dict[str, int], seed: int, fonts: Path | None, watch: Watch
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of a set of SYN-like digits.
+    """Return arrays of SYN-like digits: `x_` and `y_`, each followed by the name of the split.
 
     Args:
-        per_domain: Number of training and of test images.
+        per_domain: Number of images by split, "train" and "test".
         seed: Random seed.
         fonts: Folder of fonts. None: those of matplotlib and Pillow.
         watch: Called with the progress.
@@ -105,17 +105,21 @@ class Draws:
     count: int = 0  # Numbers that were drawn so far.
 
     def between(self, low: int, high: int) -> int:
-        """Return a number from `low` to `high`, both included."""
+        """Draw the image's next random number, from `low` to `high`, both included."""
         self.count += 1
         return low + noise.key(self.key, self.count) % (high - low + 1)
 
     def colour(self) -> tuple[int, int, int]:
-        """Return a random colour as red, green and blue, each from 0 to 255."""
+        """Draw a random colour as red, green and blue, each from 0 to 255."""
         return self.between(0, 255), self.between(0, 255), self.between(0, 255)
 
 
 def need_pillow(name: str) -> None:
-    """Raise an error that says how to install Pillow, if it is missing."""
+    """Raise a ConfigError that says how to install Pillow, if it is missing.
+
+    Args:
+        name: Name of the data that needs it, for the message.
+    """
     try:
         import PIL  # noqa: F401
     except ImportError as error:
@@ -125,7 +129,15 @@ def need_pillow(name: str) -> None:
 
 
 def _image(digit: int, draws: Draws, typefaces: tuple[Path | None, ...]) -> Image:
-    """Draw one image. The order in which random numbers are drawn is part of the recipe."""
+    """Draw one image of 28 × 28 pixels in colour, with `digit` in the centre.
+
+    It may have further digits beside it. The order of random draws is part of the recipe.
+
+    Args:
+        digit: The labelled digit.
+        draws: Random numbers of this image.
+        typefaces: Fonts to choose from. None means the font inside Pillow.
+    """
     from PIL import Image, ImageFilter
 
     number = [draws.between(0, 9) for _ in range(draws.between(*NUM_DIGITS))]
@@ -148,7 +160,7 @@ def _image(digit: int, draws: Draws, typefaces: tuple[Path | None, ...]) -> Imag
 
 
 def _colours(draws: Draws) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Return two colours with enough contrast."""
+    """Draw the colours of background and stroke, again until they have enough contrast."""
     while True:
         background = draws.colour()
         stroke = draws.colour()
@@ -160,7 +172,13 @@ def _colours(draws: Draws) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
 
 
 def _written(text: str, labelled: int, font: FreeTypeFont) -> Image:
-    """Return white text on black, with the labelled digit in the centre, cropped to the canvas."""
+    """Return white text on black as a grey image, cropped to the square canvas.
+
+    Args:
+        text: Digits to write.
+        labelled: Index in `text` of the digit that is centred.
+        font: Font of the text.
+    """
     from PIL import Image, ImageDraw
 
     left, top, right, bottom = font.getbbox(text[labelled])
@@ -175,7 +193,15 @@ def _written(text: str, labelled: int, font: FreeTypeFont) -> Image:
 
 
 def _typefaces(folder: Path | None) -> tuple[Path | None, ...]:
-    """Return the font files in a fixed order. None means the font inside Pillow."""
+    """Return the font files of a folder, sorted by name, after checking that they have digits.
+
+    Args:
+        folder: Folder with .ttf and .otf files. None: DejaVu's fonts, and Pillow's own font,
+            which is None in the result.
+
+    Raises:
+        ConfigError: The folder or its fonts are missing.
+    """
     if folder is None:
         return (*_dejavu(), None)
     if not folder.is_dir():
@@ -210,7 +236,12 @@ def _dejavu() -> list[Path]:
 
 @cache
 def _font(file: Path | None, size: int) -> FreeTypeFont:
-    """Return a font with basic layout, which does not depend on text libraries of the machine."""
+    """Load a font with basic layout, which does not depend on text libraries of the machine.
+
+    Args:
+        file: Font file. None: the font inside Pillow.
+        size: Size in pixels.
+    """
     from PIL import ImageFont
 
     if file is not None:
@@ -225,7 +256,7 @@ def _font(file: Path | None, size: int) -> FreeTypeFont:
 
 
 def _check_digits(file: Path) -> None:
-    """Refuse a font in which two digits have the same shape, as in a font without digits."""
+    """Raise a DataError if two digits look the same in a font, as in a font without digits."""
     try:
         font = _font(file, FONT_SIZE[0])
         shapes = {bytes(np.asarray(_written(digit, 0, font))) for digit in "0123456789"}

@@ -204,10 +204,11 @@ DATA: dict[str, Callable[..., Pool]] = {
 
 
 def source(spec: str | Callable[..., Pool]) -> Callable[..., Pool]:
-    """Return the function that makes the pool of a data set. Call it with the options of the data.
+    """Return the function that makes the pool of a data set. Nothing is read yet.
 
-    The pool remembers how it was made, so that the folder of a run can say so. The pool of your own
-    function remembers it too if the function is decorated with `@fq.data.source`.
+    Call the function with the options of the data. The pool remembers how it was made, so that the
+    folder of a run can say so. The pool of your own function remembers it too if the function is
+    decorated with `@fq.data.source`.
 
     Args:
         spec: A name of `DATA`, a file or folder, hub:owner/name, `file.py:NAME` or
@@ -242,7 +243,11 @@ def source(spec: str | Callable[..., Pool]) -> Callable[..., Pool]:
 
 
 def _in_parts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Rename `x`, `y` and the like to `x_train`, `y_train`, … in a file without a training part."""
+    """Rename `x`, `y` and the like to `x_train`, `y_train`, … in a file without a training part.
+
+    Other arrays keep their names. With an array that ends in `_train`, or without `x` and `y`,
+    nothing is renamed.
+    """
     if any(name.endswith("_train") for name in arrays) or not {"x", "y"} <= arrays.keys():
         return arrays
     return {
@@ -277,12 +282,14 @@ class _Samples:
 
 
 def _prepared(samples: _Samples, multiple_of: int, standardise: bool, name: str) -> _Samples:
-    """Pad samples that have masks, and standardise samples on request.
+    """Pad samples that have masks to common sides, and standardise samples on request.
+
+    Public inputs are treated in the same way.
 
     Args:
         samples: Samples as they are in the file.
         multiple_of: Sides of samples with masks are padded to a multiple of this number.
-        standardise: Standardise every sample by itself.
+        standardise: True: standardise every channel of every sample by itself.
         name: Name of the data set for messages.
 
     Raises:
@@ -317,7 +324,9 @@ def _prepared(samples: _Samples, multiple_of: int, standardise: bool, name: str)
 
 
 def _layout(array: np.ndarray, channels: Channels, targets: np.ndarray | None = None) -> Layout:
-    """Return the position of the channels in inputs.
+    """Return the position of the channels in inputs: "first", "last" or "none".
+
+    Bytes with three dimensions are grey images, so that they are always "none".
 
     Args:
         array: (sample, …) Inputs.
@@ -344,7 +353,9 @@ def _layout(array: np.ndarray, channels: Channels, targets: np.ndarray | None = 
 def _public_layout(
     array: np.ndarray, channels: Channels, train: np.ndarray, layout: Layout
 ) -> Layout:
-    """Return the position of the channels in public inputs.
+    """Return the position of the channels in public inputs: "first", "last" or "none".
+
+    It is that of the training inputs if shapes agree. If not, it is found from the array alone.
 
     Args:
         array: (sample, …) Public inputs.
@@ -357,7 +368,10 @@ def _public_layout(
 
 
 def _images(array: np.ndarray, layout: Layout) -> np.ndarray:
-    """Move the channels of inputs to the second dimension: (sample, channel, …)."""
+    """Return inputs with their channels in the second dimension: (sample, channel, …).
+
+    With the layout "none" a single channel is added, and with "first" the array stays.
+    """
     if layout == "none":
         return array[:, None]
     return np.ascontiguousarray(np.moveaxis(array, -1, 1)) if layout == "last" else array
@@ -366,7 +380,9 @@ def _images(array: np.ndarray, layout: Layout) -> np.ndarray:
 def _named(
     arrays: Mapping[str, np.ndarray], train: str, test: str, renumber: bool = False
 ) -> tuple[np.ndarray | None, np.ndarray | None, tuple[str, ...]]:
-    """Replace the names in two arrays of a file by numbers.
+    """Return the client, or the domain, of each sample of a file as a number.
+
+    Names are numbered in sorted order over both sets.
 
     Args:
         arrays: Arrays by name.
@@ -375,7 +391,11 @@ def _named(
         renumber: True: ids that are numbers are renumbered too, because they may have gaps.
 
     Returns:
-        Numbers of the training set, of the test set, and the names. None: there is no such array.
+        Numbers of the training set and of the test set, each None without its array. Then the
+        names by number, which are empty for ids that are numbers and with `renumber`.
+
+    Raises:
+        DataError: There is an array of the test set alone.
     """
     if train not in arrays:
         if test in arrays:

@@ -90,7 +90,11 @@ def _name(member: zipfile.ZipInfo) -> str:
 
 @contextmanager
 def _opened(path: str | Path) -> Iterator[zipfile.ZipFile]:
-    """Open a zip file whose directory lists every array once."""
+    """Open an .npz file, which is a zip file, after checking its directory.
+
+    Raises:
+        DataError: It is no zip file, or its directory is not sound (see `_check_directory`).
+    """
     if Path(path).exists() and not Path(path).is_file():  # Reading a FIFO would wait forever.
         raise DataError(f"{path} cannot be read as an .npz file: it is no plain file.")
     try:
@@ -104,7 +108,12 @@ def _opened(path: str | Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _check_directory(path: str | Path, members: Sequence[zipfile.ZipInfo]) -> None:
-    """Refuse a zip directory that hides arrays, repeats one, or lists an unusual compression."""
+    """Refuse a zip directory that hides arrays, repeats one, or lists an unusual compression.
+
+    Args:
+        path: The .npz file, for messages and for its end record.
+        members: Members that `zipfile` found in it.
+    """
     listed = _listed(Path(path))
     if len(members) != listed or listed > MAX_ARRAYS:
         raise DataError(
@@ -124,7 +133,10 @@ def _check_directory(path: str | Path, members: Sequence[zipfile.ZipInfo]) -> No
 
 
 def _listed(path: Path) -> int:
-    """Return the number of files in a zip file's end record, which `zipfile` does not check."""
+    """Return the number of files that a zip file's end record announces.
+
+    `zipfile` does not compare it with the files that it finds.
+    """
     with path.open("rb") as stream:
         size = stream.seek(0, 2)
         stream.seek(max(0, size - _END_BYTES - _MAX_COMMENT))
@@ -135,7 +147,10 @@ def _listed(path: Path) -> int:
 
 @contextmanager
 def _reading(path: str | Path, name: str) -> Iterator[None]:
-    """Raise errors of `zipfile` and `zlib` about an array as a `DataError` that names the array."""
+    """Raise errors in the block as a `DataError` that names the file and the array.
+
+    These are errors of `zipfile` and `zlib` about a broken file, and `_BadArrayError`.
+    """
     try:
         yield
     except _BROKEN as error:
@@ -162,7 +177,16 @@ _BROKEN = (
 
 
 def _header(stream: IO[bytes], member: zipfile.ZipInfo) -> _Header:
-    """Read the header of an array, and compare it with the size of the array."""
+    """Read the .npy header of an array, and leave the stream at its first value.
+
+    Args:
+        stream: Opened member of the .npz file.
+        member: Entry of the member in the zip directory.
+
+    Raises:
+        _BadArrayError: The header is damaged, would unpickle objects, or announces another number
+            of bytes than the member has.
+    """
     if not member.filename.endswith(SUFFIX):
         raise _BadArrayError(f"its name in the file does not end with {SUFFIX}")
     try:
@@ -208,7 +232,13 @@ def _header(stream: IO[bytes], member: zipfile.ZipInfo) -> _Header:
 
 
 def _values(stream: IO[bytes], header: _Header) -> np.ndarray:
-    """Read the values of an array up to the end, where its checksum is compared."""
+    """Read the values of an array from a stream that is behind the header.
+
+    It reads up to the end, where `zipfile` compares the checksum. The array has native byte order.
+
+    Raises:
+        _BadArrayError: Bytes follow the values.
+    """
     data = bytearray(header.size)
     order: Literal["F", "C"] = "F" if header.is_fortran else "C"
     view = memoryview(data)

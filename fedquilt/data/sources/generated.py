@@ -96,7 +96,16 @@ def _check(
 
 
 def _prototypes(seed: int, classes: int, shape: tuple[int, int, int]) -> Tensor:
-    """Return an image of few coloured blocks for each class."""
+    """Return one image for each class, a grid of blocks in random colours.
+
+    Args:
+        seed: Random seed.
+        classes: Number of classes.
+        shape: Channels, height and width of an image.
+
+    Returns:
+        (class, channel, height, width) Integers in the range of bytes.
+    """
     channels, height, width = shape
     key = torch.tensor(noise.key(seed, noise.Stream.GENERATED_IMAGES, _PROTOTYPE))
     colours = noise.bits(key, classes * channels * GRID * GRID) % (BRIGHTEST - DARKEST) + DARKEST
@@ -107,7 +116,15 @@ def _prototypes(seed: int, classes: int, shape: tuple[int, int, int]) -> Tensor:
 
 
 def _shift(seed: int, domain: str, channels: int) -> Tensor:
-    """Return the shift of each channel in a domain, which depends on the domain's name alone."""
+    """Return the number that a domain adds to each channel of its images, (channel,).
+
+    It depends on the seed and the domain's name, not on other domains. It is 0 for an empty name.
+
+    Args:
+        seed: Random seed.
+        domain: Name of the domain. Empty: there are no domains.
+        channels: Number of channels.
+    """
     if not domain:
         return torch.zeros(channels, dtype=torch.int64)
     key = torch.tensor(
@@ -119,7 +136,16 @@ def _shift(seed: int, domain: str, channels: int) -> Tensor:
 def _samples(
     key: int, prototypes: Tensor, shifts: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return images as bytes (sample, channel, height, width), their classes and their domains."""
+    """Return images as bytes (sample, channel, height, width), their classes and their domains.
+
+    Classes take turns from sample to sample, and domains after every cycle of classes.
+
+    Args:
+        key: Key of the noise.
+        prototypes: (class, channel, height, width) Image of each class without noise.
+        shifts: (domain, channel) Number that a domain adds to each channel.
+        count: Number of samples.
+    """
     positions = torch.arange(count)
     targets = positions % len(prototypes)
     domains = positions // len(prototypes) % len(shifts)
@@ -129,9 +155,9 @@ def _samples(
 
 
 def _noise(key: int, shape: tuple[int, ...]) -> Tensor:
-    """Return approximately normal integers with mean 0 and deviation 37.
+    """Return approximately normal integers of a shape, with mean 0 and standard deviation 37.
 
-    Each is a quarter of the sum of four random bytes.
+    Each is a quarter of the sum of four random bytes, less its mean.
     """
     words = noise.bits(torch.tensor(key), torch.Size(shape).numel()).reshape(shape)
     total = torch.zeros(shape, dtype=torch.int64)

@@ -179,10 +179,17 @@ class _Columns:
             )
 
     def arrays(self, rows: Dataset, size: int) -> np.ndarray:
-        """Return the inputs of some rows.
+        """Return the inputs of all samples of a split.
 
         Images are bytes (sample, channel, height, width). Several columns of numbers are stacked as
         (sample, column).
+
+        Args:
+            rows: The split.
+            size: Pixels per side to which images are resized. 0: they must all have the same size.
+
+        Raises:
+            DataError: Rows differ in length, or are not numbers.
         """
         if self.is_picture:
             return self._pictures(rows, size)
@@ -200,7 +207,14 @@ class _Columns:
         return array.astype(np.float32) if array.dtype.kind == "f" else array
 
     def _pictures(self, rows: Dataset, size: int) -> np.ndarray:
-        """Return images, which `datasets` decodes one at a time when they are accessed."""
+        """Return the images of a split as bytes (sample, channel, height, width).
+
+        They are decoded one at a time. All have one channel if the first image is grey, else three.
+
+        Args:
+            rows: The split.
+            size: Pixels per side to which images are resized. 0: they must all have the same size.
+        """
         column = rows[self.inputs[0]]
         names = [f"image {index} of {self.path}" for index in range(len(rows))]
         with image_errors(f"an image of {self.path}"):
@@ -220,14 +234,31 @@ def _users(rows: Dataset, column: str) -> list[str] | None:
 
 
 def _codes(splits: list[Dataset], column: str) -> tuple[list[np.ndarray], tuple[str, ...]] | None:
-    """Number the names in a column, consistently over all splits. None: no column is named."""
+    """Number the values of a column, consistently over all splits.
+
+    The result is None if `column` is empty, because no column was named.
+
+    Args:
+        splits: Training split and, if it exists, test split.
+        column: Name of the column.
+
+    Returns:
+        An array of numbers for each split, and the sorted values in the order of their numbers.
+    """
     if not column:
         return None
     return coded([np.asarray(rows[column][:]) for rows in splits])
 
 
 def _labels(splits: list[Dataset], column: str) -> tuple[list[np.ndarray], tuple[str, ...]]:
-    """Return classes as numbers, and their names if the column has any."""
+    """Return the targets of each split, and the names of the classes by number.
+
+    Class labels and text become numbers. Other values stay, and the names are empty then.
+
+    Args:
+        splits: Training split and, if it exists, test split.
+        column: Name of the column of targets.
+    """
     from datasets import ClassLabel
 
     kind = splits[0].features[column]
@@ -247,17 +278,22 @@ def _labels(splits: list[Dataset], column: str) -> tuple[list[np.ndarray], tuple
 def deal_by_flower(
     partitioner: str, options: Mapping[str, Any], pool: Pool, num_clients: int | None, seed: int
 ) -> Parts:
-    """Divide a pool by a partitioner of flwr-datasets.
+    """Divide the training samples of a pool by a partitioner of flwr-datasets.
+
+    The partitioner sees the columns "label", "client" and "domain", as far as the pool has them.
 
     Args:
         partitioner: Name of its class.
-        options: Arguments of the class.
+        options: Arguments of the class. They take precedence over the number of clients and seed.
         pool: Samples to divide.
         num_clients: Number of clients. None: as many partitions as the partitioner makes.
         seed: Random seed, if the class takes one.
 
     Returns:
         Positions of the samples in each partition.
+
+    Raises:
+        DataError: The partitioner fails, makes another number of partitions, or an empty one.
     """
     datasets, flower = _package("datasets"), _package("flwr_datasets").partitioner
     kinds = {

@@ -102,7 +102,9 @@ def images(  # noqa: PLR0913  # The parameters are settings of the source.
 def stacked(
     images: Iterable[Image], names: list[str], shape: tuple[int, int], grey: bool, resize: bool
 ) -> np.ndarray:
-    """Stack images as bytes (sample, channel, height, width).
+    """Return images of Pillow as one array of bytes (sample, channel, height, width).
+
+    Images are converted to grey or RGB, and are closed.
 
     Args:
         images: Images of Pillow.
@@ -160,7 +162,7 @@ def image_size(file: Path) -> tuple[int, int]:
 
 
 def open_image(file: Path, max_bytes: int = 0) -> Image:
-    """Read an image, and refuse a file that is none.
+    """Read an image with its pixels into memory, and close the file.
 
     Args:
         file: The file.
@@ -185,10 +187,10 @@ def open_image(file: Path, max_bytes: int = 0) -> Image:
 
 
 def _header_of(file: Path) -> Image:
-    """Open an image without reading its pixels.
+    """Open an image without reading its pixels. The caller closes it.
 
     Pillow's warning about large images is silenced, because the size is compared with the memory
-    later.
+    later. A path that is no plain file raises a DataError.
     """
     from PIL import Image
 
@@ -201,7 +203,11 @@ def _header_of(file: Path) -> Image:
 
 @contextmanager
 def image_errors(title: str) -> Iterator[None]:
-    """Raise Pillow's errors about a broken image or another file as a `DataError` that names it."""
+    """Raise Pillow's errors in the block as a `DataError` that begins with `title`.
+
+    They are about broken images and files that are no images. A ConfigError says how to install
+    Pillow if it is missing.
+    """
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:

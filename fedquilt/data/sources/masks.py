@@ -133,15 +133,17 @@ def masks(  # noqa: PLR0913  # The parameters are settings of the source.
 
 
 def is_mask_folder(root: Path) -> bool:
-    """Return True if a folder has images beside masks, in its training part or in itself."""
+    """Return True if `root` or `root/train` has a folder of images beside a folder of masks."""
     return any(_layout_in(folder) is not None for folder in (root, root / "train"))
 
 
 def mask_folders(root: Path) -> list[tuple[Path, Path]]:
-    """Return the folders of images and masks, for training and, if it exists, for testing.
+    """Return (folder of images, folder of masks) for training and, if it exists, for testing.
+
+    They are in `root/train` and `root/test`, or in `root` itself if there is no `root/train`.
 
     Raises:
-        DataError: There are none.
+        DataError: One of these folders does not have both images and masks.
     """
     candidates = [root / "train", root / "test"] if (root / "train").is_dir() else [root]
     folders: list[tuple[Path, Path]] = []
@@ -159,7 +161,7 @@ def mask_folders(root: Path) -> list[tuple[Path, Path]]:
 
 
 def _layout_in(place: Path) -> tuple[Path, Path] | None:
-    """Return the folders of images and of masks in a folder, or None if it does not have both."""
+    """Return the folders of images and of masks in `place`, or None if it does not have both."""
     for images, marked in LAYOUTS:
         if (place / images).is_dir() and (place / marked).is_dir():
             return place / images, place / marked
@@ -170,7 +172,16 @@ def _layout_in(place: Path) -> tuple[Path, Path] | None:
 
 
 def _paired(images: Path, marked: Path, domains: bool) -> list[Files]:
-    """Return every image with its mask, in the order of their names."""
+    """Return the files of every image and its mask, in the order of the images' names.
+
+    Args:
+        images: Folder of images, with folders inside.
+        marked: Folder of masks, which have the names of their images up to the ending.
+        domains: True: refuse images that are in no folder of a domain.
+
+    Raises:
+        DataError: There are no images, or an image or a mask has no partner.
+    """
     named_images = _by_stem(images)
     named_masks = _by_stem(marked)
     if not named_images:
@@ -201,7 +212,10 @@ def _paired(images: Path, marked: Path, domains: bool) -> list[Files]:
 
 
 def _by_stem(folder: Path) -> dict[str, Path]:
-    """Return images and volumes by their names without the ending, except for hidden files."""
+    """Return images and volumes in a folder and below, by relative path without the ending.
+
+    Hidden and other files are left out. Two files with the same stem raise a DataError.
+    """
     by_stem: dict[str, Path] = {}
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
@@ -219,7 +233,17 @@ def _by_stem(folder: Path) -> dict[str, Path]:
 
 
 def _check_pictures(root: Path, files: list[Files], size: int, grey: bool, max_bytes: int) -> None:
-    """Refuse pictures that take too much memory, by their headers."""
+    """Raise a DataError if pictures and their masks would take too much memory.
+
+    Sizes are read from headers, so that no pixels are loaded.
+
+    Args:
+        root: Folder of the data, for the message.
+        files: Image and mask of each sample.
+        size: Pixels per side to which pictures are resized. 0: they keep their size.
+        grey: True: pictures have one channel. False: three.
+        max_bytes: Bytes that they may take. 0: half of the free memory.
+    """
     total = 0
     for image_file, _ in files:
         if not _is_volume(image_file):
@@ -234,7 +258,17 @@ def _is_volume(file: Path) -> bool:
 
 
 def _reader(first: Path, size: int, grey: bool, canonical: bool) -> tuple[Reader, bool]:
-    """Return the function that reads an image and its mask, and True if they are volumes."""
+    """Return the function that reads an image and its mask, and True if they are volumes.
+
+    Args:
+        first: First image, whose ending tells volumes from pictures.
+        size: Pixels per side to which pictures are resized. 0: they keep their size.
+        grey: True: read pictures with one channel.
+        canonical: True: turn volumes so that their axes are RAS.
+
+    Raises:
+        ConfigError: A setting of pictures was given for volumes, or the reverse.
+    """
     if _is_volume(first):
         if size or grey:
             raise ConfigError(
@@ -253,7 +287,18 @@ def _reader(first: Path, size: int, grey: bool, canonical: bool) -> tuple[Reader
 
 
 def _read_picture(image_file: Path, mask_file: Path, size: int, grey: bool) -> Pair:
-    """Read a picture and its mask. A resized mask takes the nearest value."""
+    """Read a picture as bytes (channel, height, width), and its mask as int64 (height, width).
+
+    Args:
+        image_file: File of the picture.
+        mask_file: File of the mask, with one number a pixel.
+        size: Pixels per side. A resized mask takes the nearest value. 0: sizes stay.
+        grey: True: one channel. False: three.
+
+    Raises:
+        DataError: A file is a volume, the mask is a JPEG or in colour, the picture has more than 8
+            bits a channel, or sizes differ.
+    """
     for file in (image_file, mask_file):
         if _is_volume(file):
             raise DataError(f"{file} is a volume among pictures; a folder has one kind of files.")
@@ -290,7 +335,17 @@ def _read_picture(image_file: Path, mask_file: Path, size: int, grey: bool) -> P
 
 
 def _read_volume(image_file: Path, mask_file: Path, canonical: bool) -> Pair:
-    """Read a volume and its mask."""
+    """Read a volume as float32 (channel, *size), and its mask as int64 (*size).
+
+    Args:
+        image_file: NIfTI file of the volume.
+        mask_file: NIfTI file of the mask.
+        canonical: True: turn both so that their axes are RAS.
+
+    Raises:
+        DataError: A file is a picture, size or orientation differ, or the mask has several
+            channels or values that are not whole.
+    """
     for file in (image_file, mask_file):
         if not _is_volume(file):
             raise DataError(f"{file} is a picture among volumes; a folder has one kind of files.")
@@ -323,7 +378,7 @@ def _read_volume(image_file: Path, mask_file: Path, canonical: bool) -> Pair:
 
 
 def _as_float32(values: np.ndarray, file: Path) -> np.ndarray:
-    """Return intensities as float32, and refuse those that are too large for it."""
+    """Return intensities as float32. Values beyond its range are a DataError that names `file`."""
     largest = float(np.abs(values.astype(np.float64)).max())
     if largest > float(np.finfo(np.float32).max):
         raise DataError(f"{file} has values of up to {largest:.3g}, too large for float32.")
@@ -334,7 +389,7 @@ def _as_float32(values: np.ndarray, file: Path) -> np.ndarray:
 
 
 def _check_labels(labels: tuple[int, ...], ignored: int | None) -> None:
-    """Refuse labels that give a value two classes."""
+    """Raise a ConfigError if a value of masks is in `labels` twice, or is in it and ignored too."""
     if len(set(labels)) < len(labels):
         raise ConfigError(f"labels = {list(labels)} was asked for; name each value once.")
     if ignored in labels:
@@ -345,7 +400,18 @@ def _check_labels(labels: tuple[int, ...], ignored: int | None) -> None:
 
 
 def _numbered(pair: Pair, labels: tuple[int, ...], ignored: int | None, file: Path) -> Pair:
-    """Return the pair with classes in its mask, and −100 in place of the ignored value."""
+    """Return a pair whose mask has classes, and −100 in place of the ignored value.
+
+    Args:
+        pair: Image and mask with the values of the file.
+        labels: Value of each class: the mask gets k where the file has `labels[k]`. Empty: values
+            are classes already.
+        ignored: Value of voxels that do not count. None: there is none.
+        file: File of the mask, for the message.
+
+    Raises:
+        DataError: The mask has a value that is no class.
+    """
     values = np.unique(pair.mask)
     class_values = values[values != ignored]
     if labels:
@@ -371,7 +437,12 @@ def _numbered(pair: Pair, labels: tuple[int, ...], ignored: int | None, file: Pa
 
 
 def _check_alike(files: list[Files], pairs: list[Pair]) -> None:
-    """Refuse samples with another number of channels or another orientation than the first."""
+    """Refuse images whose number of channels or orientation differs from the first image's.
+
+    Args:
+        files: Image and mask file of each sample, for messages.
+        pairs: Image and mask of each sample, in the same order.
+    """
     first = pairs[0]
     for (file, _), pair in zip(files, pairs, strict=True):
         if len(pair.image) != len(first.image):
@@ -391,7 +462,15 @@ def _stacked(
     sides: tuple[int, ...],
     standardise: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return inputs (sample, channel, *sides) and targets (sample, *sides)."""
+    """Return inputs (sample, channel, *sides) and targets (sample, *sides) of image-mask pairs.
+
+    Padding at the end of every side is 0 in inputs and −100 in targets.
+
+    Args:
+        pairs: Image and mask of each sample.
+        sides: Sides of the result, none shorter than a sample's.
+        standardise: True: standardise every channel of every image before padding.
+    """
     images = [pair.image for pair in pairs]
     if standardise:
         images = [padding.standardised(image) for image in images]

@@ -72,7 +72,11 @@ def read_volume(file: Path, canonical: bool = False) -> Volume:
 
 
 def _content(file: Path) -> bytes:
-    """Return the decompressed bytes of a file."""
+    """Return the bytes of a file, decompressed if its name ends in .gz.
+
+    Raises:
+        DataError: It cannot be read, or has more than `MAX_BYTES` bytes.
+    """
     opened = gzip.open if file.name.lower().endswith(".gz") else open
     try:
         with opened(file, "rb") as stream:
@@ -88,7 +92,17 @@ def _content(file: Path) -> bytes:
 
 
 def _parsed(file: Path, content: bytes) -> Nifti1Image:
-    """Return the image in a file's bytes, after comparing its header with their number."""
+    """Return the NIfTI-1 or NIfTI-2 image in `content`. Values are not converted yet.
+
+    Args:
+        file: Name of the file for messages.
+        content: Decompressed bytes of the file.
+
+    Raises:
+        ConfigError: nibabel is not installed.
+        DataError: It does not have three or four dimensions, or the header announces more bytes
+            than there are.
+    """
     try:
         from nibabel.nifti1 import Nifti1Image
         from nibabel.nifti2 import Nifti2Image

@@ -39,7 +39,9 @@ class Part:
         return self.targets.shape[1:] == self.inputs.shape[2:]
 
     def checked_shapes(self, name: str) -> np.ndarray:
-        """Return the true shape of every sample, (sample, dimension).
+        """Return the true shape of every sample without padding, (sample, dimension).
+
+        Without `shapes` every sample has the sides of the inputs.
 
         Args:
             name: Name of the data set for messages.
@@ -74,11 +76,11 @@ class Part:
         return self.shapes
 
     def padded(self, sides: Sequence[int], standardise: bool, name: str) -> Part:
-        """Return the part with inputs that are 0 and masks that are −100 outside of true shapes.
+        """Return the part with new sides: inputs are 0 and masks −100 outside of true shapes.
 
         Args:
             sides: Sides of the result, none shorter than those of the inputs.
-            standardise: Standardise every sample inside of its true shape.
+            standardise: True: standardise every sample inside of its true shape.
             name: Name of the data set for messages.
         """
         shapes = self.checked_shapes(name)
@@ -87,7 +89,7 @@ class Part:
 
 
 def check_values(inputs: np.ndarray, name: str) -> None:
-    """Refuse inputs that are not numbers, and empty inputs."""
+    """Raise a DataError that names the data set `name`, if inputs are empty or not numbers."""
     if inputs.dtype.kind not in "buif":
         raise DataError(f"{name}: inputs are {inputs.dtype}; bytes, real or whole numbers fit.")
     if not inputs.size:
@@ -192,7 +194,12 @@ def stacked_inputs(
 
 
 def padded_masks(masks: Sequence[np.ndarray], sides: Sequence[int]) -> np.ndarray:
-    """Stack masks (*size) into (sample, *sides), −100 in the padding."""
+    """Stack masks (*size) into int64 (sample, *sides), with −100 in the padding.
+
+    Args:
+        masks: Masks, whose sizes may differ.
+        sides: Sides of the result, none shorter than a mask's.
+    """
     return stacked(masks, sides, IGNORED, np.int64)
 
 

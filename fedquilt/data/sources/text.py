@@ -72,8 +72,8 @@ def text(
 ) -> Pool:
     """Read a .txt, .json or .npz file for next-word prediction.
 
-    A fifth of every user's texts is held out for testing. The classes are the words of the
-    vocabulary and four special tokens.
+    A fifth of every user's texts is held out for testing, or of all texts without users. The
+    classes are the words of the vocabulary and four special tokens.
 
     Args:
         path: Path of the .txt, .json or .npz file.
@@ -90,13 +90,15 @@ def text(
 
 
 def predict_words(train: Texts, test: Texts | None, name: str, tokens: Tokens = Tokens()) -> Pool:
-    """Return a pool for next-word prediction from texts in memory.
+    """Return a pool for next-word prediction from texts in memory. Users become clients.
+
+    The vocabulary is the most frequent words of the training texts alone.
 
     Args:
         train: Training texts.
         test: Test texts. None: a fifth of every user's training texts is held out.
         name: Name of the data for messages.
-        tokens: How texts become samples.
+        tokens: Settings by which texts become samples.
     """
     names = {user for texts in (train, test) if texts and texts.users for user in texts.users}
     users = {user: code for code, user in enumerate(sorted(names))}
@@ -134,7 +136,10 @@ def predict_words(train: Texts, test: Texts | None, name: str, tokens: Tokens = 
 
 
 def frequent(texts: Sequence[Sequence[str]], count: int) -> list[str]:
-    """Return the most frequent words. Words of equal frequency are in alphabetical order."""
+    """Return the `count` most frequent words in all texts together, the most frequent first.
+
+    Words of equal frequency are in alphabetical order. Each text is a list of words.
+    """
     counts = Counter(chain.from_iterable(texts))
     return sorted(counts, key=lambda word: (-counts[word], word))[:count]
 
@@ -146,7 +151,9 @@ def _words(line: str, lower: bool) -> list[str]:
 def _windows(
     texts: Sequence[Sequence[str]], codes_by_word: dict[str, int], tokens: Tokens
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut texts into windows of equal length.
+    """Cut texts into windows of equal length. Targets are the inputs shifted by one token.
+
+    Every text gets <bos> before and <eos> behind it. Words outside of the vocabulary are <oov>.
 
     Args:
         texts: Words of each text.
@@ -229,10 +236,11 @@ def _json(path: Path, content: bytes) -> Any:
 
 
 def _from_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> Texts:
-    """Read texts from the arrays `text` and `start`.
+    """Read texts from the arrays `text`, `start` and, if present, `users`.
 
     `text` has UTF-8 bytes with one text per line, user after user. `start` has the index of each
-    user's first byte.
+    user's first byte. `users` has the name of each user, which is a number without it. Empty lines
+    are left out.
     """
     if missing := [key for key in ("text", "start") if key not in arrays]:
         raise DataError(
@@ -275,7 +283,17 @@ def _from_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> Texts:
 
 
 def _from_json(path: Path, found: Any) -> Texts:
-    """Read {user: [text, …]}, or [{"client": user, "text": text}, …]."""
+    """Return the texts and users of a parsed JSON file. Empty texts are left out.
+
+    The file has {user: [text, …]}, or [{"client": user, "text": text}, …].
+
+    Args:
+        path: The file, for messages.
+        found: Its parsed contents.
+
+    Raises:
+        DataError: The contents have another form.
+    """
     if isinstance(found, dict) and all(
         isinstance(user_texts, list) for user_texts in found.values()
     ):

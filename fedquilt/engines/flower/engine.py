@@ -68,7 +68,7 @@ class SentJob:
 
     @property
     def transmission(self) -> str:
-        """Return the scope, by which jobs of one client differ."""
+        """Return the scope of the job's net, by which jobs of one client differ."""
         return self.job.submodel.scope
 
 
@@ -96,11 +96,14 @@ class Exchange:
         self.wire_down = self.wire_up = 0  # Bytes of all messages
 
     def ask(self, server: Server, jobs: Mapping[int, Sequence[Job]]) -> None:
-        """Send the jobs of clients, and read their replies.
+        """Send the jobs of clients to their devices, and sort the replies into the fields.
+
+        Reading stops once enough replies are accepted. A reply of a client that was accepted before
+        is ignored.
 
         Args:
             server: State that the round starts from.
-            jobs: Jobs of each client.
+            jobs: Jobs of each client, by its number.
         """
         requests: dict[int, Message] = {}
         for client, client_jobs in jobs.items():
@@ -126,7 +129,10 @@ class Exchange:
                 self.missing.setdefault(client, "no reply came")
 
     def _read(self, message: Message, request: str, client: int, server: Server) -> None:
-        """Read a reply, and keep it or the reason why it cannot be used."""
+        """Read a reply, and store its updates, or the reason why it cannot be used.
+
+        `request` is the digest of the request that the reply must belong to.
+        """
         try:
             self.accepted[client] = self._engine.validated(
                 message, request, server, self.sent[client]
@@ -142,7 +148,10 @@ class Exchange:
                 reasons.pop(client, None)
 
     def attendance(self, asked: Sequence[int]) -> Attendance:
-        """Return what became of all requests."""
+        """Return what became of the requests to the clients `asked`.
+
+        A client whose reply was refused, or says that the device failed, is not listed as missing.
+        """
         used = {**self.refused, **self.failed}
         missing = {client: why for client, why in self.missing.items() if client not in used}
         anew = tuple(sorted(self.anew & self.accepted.keys()))
@@ -152,7 +161,10 @@ class Exchange:
 
 
 def _forget(server: Server, clients: set[int], outcome: Outcome) -> None:
-    """Replace what the server remembers of clients by states that count as none."""
+    """Replace the old memories of clients whose devices lost their state by empty ones.
+
+    They are written to `outcome`. Scopes that were trained in this round keep their new memories.
+    """
     for (client, scope), state in server.memory.items():
         if client in clients and (client, scope) not in outcome.memory:
             outcome.memory[client, scope] = ClientState(state.submodel, {})
@@ -192,12 +204,12 @@ class Flower(Sequential):
     max_rms: float = math.inf
 
     def online(self) -> Sequence[int] | None:
-        """Return the clients whose devices can be reached now."""
+        """Return the clients whose devices can be reached now, in ascending order."""
         return self.reached.online()
 
     @property
     def reached(self) -> Courier:
-        """Return the courier."""
+        """Return the courier, which every deployment has."""
         assert self.courier is not None, "a deployment has a courier"
         return self.courier
 
@@ -230,7 +242,7 @@ class Flower(Sequential):
                 outcome.stacks += 1
 
     def counts(self, outcome: Outcome) -> bool:
-        """Return True if at least `least` devices have replied."""
+        """Return True if at least `least` devices have sent a usable reply."""
         attendance = outcome.attendance
         return attendance is None or len(attendance.replied) >= self.least
 
@@ -270,7 +282,11 @@ class Flower(Sequential):
     # --- requests --------------------------------------------------------------------------------
 
     def request(self, server: Server, jobs: Sequence[Job]) -> tuple[Message, list[SentJob]]:
-        """Return the request for all jobs of one client, and what is needed to read its reply."""
+        """Return the request for all jobs of one client, and what is needed to read its reply.
+
+        There is one `SentJob` for each of `jobs`, in order. `server` is the state of the round's
+        start.
+        """
         world = self.world
         files, sent, columns, initial = [], [], [], []
         for job in jobs:
@@ -305,7 +321,13 @@ class Flower(Sequential):
     def _job_file(
         self, server: Server, job: Job
     ) -> tuple[bytes, SentJob, int | None, Submodel | None]:
-        """Return the file of a job, what is kept of it, and the columns and initial positions."""
+        """Return the download of a job, and what the server needs to read the reply.
+
+        Returns:
+            The file that is sent. The job as the server remembers it. The number of columns that
+            arrive (None: all, 0: nothing). The positions of the initial weights in the file (None:
+            it has none).
+        """
         federation, link = self.federation, self.federation.link
         learner = learner_of(self.method, job, self.world)
         memory = _counted(memory_of(server, job))
@@ -345,10 +367,17 @@ class Flower(Sequential):
     def validated(
         self, message: Message, request: str, server: Server, sent: Sequence[SentJob]
     ) -> Accepted:
-        """Return a reply's updates, or refuse the whole reply.
+        """Return the updates, losses and memories of a reply, or refuse the whole reply.
+
+        Args:
+            message: The reply.
+            request: Digest of the request that it must belong to.
+            server: State that the round started from.
+            sent: Jobs of the request, in its order.
 
         Raises:
-            FedquiltError: It says what is wrong, and what would fit.
+            FedquiltError: It says what is wrong, and what would fit. StateLostError and
+                DeviceFailedError are what the device itself reports.
         """
         reply = Reply.read(message)
         client = sent[0].job.client
@@ -381,7 +410,10 @@ class Flower(Sequential):
         return Accepted(tuple(updates), tuple(losses), tuple(memories), tuple(up))
 
     def _class_mask(self, reply: Reply) -> Tensor:
-        """Return a mask (class,) of the classes that a reply states."""
+        """Return a mask (class,) of the classes that a reply states.
+
+        It is True everywhere if `reply.classes` is None. Classes that do not fit are refused.
+        """
         outputs = self.world.family.num_outputs
         if reply.classes is None:
             return torch.ones(outputs, dtype=torch.bool)
@@ -396,7 +428,14 @@ class Flower(Sequential):
     def _update(
         self, sent: SentJob, result: JobResult, file: bytes, mask: Tensor
     ) -> tuple[Update, ClientState, int]:
-        """Return the update of one job, what the server remembers, and the bytes of the upload."""
+        """Return the update of one job, what the server remembers, and the bytes of the upload.
+
+        Args:
+            sent: The job as it was sent.
+            result: Numbers of the reply on this job. They must follow from the job.
+            file: Tensors of the reply for this job.
+            mask: (class,) True where the client has samples of the class.
+        """
         federation, link, job, learner = (
             self.federation,
             self.federation.link,
@@ -446,7 +485,7 @@ class Flower(Sequential):
             raise FormatError(f"it states the extra {min(unknown)!r}, which the job does not have")
 
     def _check_change(self, job: Job, payload: Payload) -> None:
-        """Refuse a change of a weight, or a slot, whose root mean square exceeds the bound."""
+        """Refuse a slot, or a change from the server's weights, whose RMS exceeds `max_rms`."""
         if math.isinf(self.max_rms):
             return
         names = list(payload.weights)
@@ -466,12 +505,12 @@ class Flower(Sequential):
                 )
 
     def _batch_sizes(self, job: Job, learner: Learner) -> list[int]:
-        """Return the number of samples in each batch of a client, from its number of samples."""
+        """Return the number of samples in each batch of a client's round, in order."""
         sizes = [len(rows) for rows in itinerary(job.client.size, learner.local, 0)]
         return sizes[: learner.max_batches] if learner.max_batches else sizes
 
     def _dtypes(self, job: Job, outline: Outline) -> dict[str, torch.dtype]:
-        """Return the types of weights that differ from the type of the run, such as counters."""
+        """Return, by name, types of weights that differ from the outline's, such as of counters."""
         scope = job.submodel.scope
         return {
             name: self._server.weights[scope + name].dtype
@@ -487,7 +526,7 @@ class Flower(Sequential):
 def _unpacked(
     engine: Flower, packet: Any, outline: Outline, transmission: Transmission, known: Weights
 ) -> Payload:
-    """Unpack an upload, and blame the sender for messages that cannot be decoded."""
+    """Unpack an upload, and raise FormatError for messages that cannot be decoded."""
     try:
         return engine.federation.link.unpack(packet, outline, transmission, known).payload
     except FedquiltError:
@@ -497,7 +536,10 @@ def _unpacked(
 
 
 def _counted(memory: ClientState | None) -> ClientState | None:
-    """Return what the server remembers of a device, or None if the device has lost its state."""
+    """Return what the server remembers of a device, or None if the device has lost its state.
+
+    Such a state has no round (-1).
+    """
     return None if memory is None or memory.round < 0 else memory
 
 

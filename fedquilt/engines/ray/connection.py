@@ -77,15 +77,16 @@ class RayConnection:
 
     @staticmethod
     def of(cluster: Cluster, threads: int, gpus: bool) -> RayConnection:
-        """Return the existing connection, or a new one.
+        """Return the existing connection of this process, or a new one.
 
         Args:
-            cluster: Cluster to connect to.
+            cluster: Cluster to connect to. An empty address accepts any existing connection.
             threads: CPU threads of each worker.
             gpus: True if workers train on GPUs.
 
         Raises:
-            ConfigError: The process is connected to another cluster.
+            ConfigError: The process is connected to another cluster, or none can be reached or
+                started.
         """
         connection = _CONNECTIONS.get("current")
         if connection is None or not import_ray().is_initialized():
@@ -102,9 +103,10 @@ _CONNECTIONS: WeakValueDictionary[str, RayConnection] = WeakValueDictionary()
 
 
 def check_reachable(address: str) -> None:
-    """Refuse an address `host:port` at which no process listens.
+    """Refuse an address `host:port` at which no process listens within ten seconds.
 
-    Ray itself would try for a quarter of an hour.
+    Ray itself would try for a quarter of an hour. Addresses without a port, such as "auto", are not
+    checked.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal():  # Such as "auto"
@@ -118,7 +120,7 @@ def check_reachable(address: str) -> None:
 
 
 def import_ray() -> Any:
-    """Import Ray, with its usage statistics disabled."""
+    """Import Ray with its usage statistics disabled, and return the module."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Without this setting, Ray warns of a future change.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -94,7 +94,15 @@ class Ray(Vectorized):
         )
 
     def _train(self, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
-        """Broadcast the server's state, train the chunks, and join their results in order."""
+        """Broadcast the server's state, train the chunks, and join their results in order.
+
+        Args:
+            server: State that the clients start from. Clients' stored states are sent with their
+                chunk.
+            jobs: Clients with their sub-models.
+            fold: Fold that the partial folds of the chunks are joined to.
+            outcome: Outcome that the outcomes of the chunks are joined to.
+        """
         self._check_fold(self.method, server)
         pool, chunks = self._worker_pool(), cut(jobs, self.chunks)
         driver_objects = round_objects(self.federation, server)
@@ -113,14 +121,17 @@ class Ray(Vectorized):
                 outcome.join(partial_outcome)
 
     def _over(self, data: FederatedData) -> Vectorized:  # type: ignore[override]
-        """Return an engine of this process.
+        """Return a `Vectorized` engine of this process over other samples.
 
         Training on the server is not sent to workers.
         """
         return Vectorized(data, self.device, self.precision, self.memory, self.record, self.layout)
 
     def _worker_pool(self) -> WorkerPool:
-        """Return the worker pool, with the samples in its object store."""
+        """Return the worker pool, with the samples in its object store.
+
+        The samples are put there once, and again only if the pool has changed.
+        """
         pool = WorkerPool.of(self.cluster, self.device, torch.get_num_threads())
         if pool is not self._pool:
             self._pool, self._data_ref, self._sent = pool, None, None
@@ -134,7 +145,7 @@ class Ray(Vectorized):
         return pool
 
     def _sent_federation(self, pool: WorkerPool) -> Any:
-        """Put the federation into the object store, and return its reference.
+        """Put the federation into the object store unless it is there, and return its reference.
 
         It includes the initial weights, because workers may be unable to draw the same.
         """
@@ -153,6 +164,13 @@ class Ray(Vectorized):
         """Refuse a method whose partial folds cannot be joined.
 
         Two empty folds are joined as a test.
+
+        Args:
+            method: Method whose folds are tested.
+            server: State from which the method makes its folds.
+
+        Raises:
+            ConfigError: The method's fold has no `join`, or its `join` refuses.
         """
         first, second = (method.fold(server, self.world) for _ in range(2))
         why = ""
@@ -178,7 +196,11 @@ _WORKER_OPTIONS = ("memory", "record", "layout")
 def cut(jobs: Sequence[Job], chunks: int) -> list[Sequence[Job]]:
     """Cut jobs into chunks of neighbours, of about equal size.
 
-    The chunks depend only on the order of jobs and on the number of chunks.
+    The chunks depend only on the order of jobs and on the number of chunks. No chunk is empty.
+
+    Args:
+        jobs: Jobs of a round.
+        chunks: Number of chunks. With fewer jobs, each job is a chunk of its own.
     """
     count = min(chunks, len(jobs))
     edges = [len(jobs) * number // count for number in range(count + 1)] if count else [0]
@@ -186,7 +208,10 @@ def cut(jobs: Sequence[Job], chunks: int) -> list[Sequence[Job]]:
 
 
 def _client_states(server: Server, jobs: Sequence[Job]) -> dict[tuple[int, str], ClientState]:
-    """Return the stored states of the clients of these jobs."""
+    """Return the stored states of the clients of these jobs, by client id and scope.
+
+    Clients without a stored state are left out.
+    """
     keys = {(job.client.id, job.submodel.scope): None for job in jobs}
     states = ((key, server.memory.get(key)) for key in keys)
     return {key: state for key, state in states if state is not None}

@@ -37,6 +37,8 @@ class Parcel:
 def pack(value: Any, shared: Mapping[str, object]) -> Parcel:
     """Pack a value for another process.
 
+    Modules of the user are packed by value, so that the other process need not have them.
+
     Args:
         value: Value to pack.
         shared: Objects that the other process has, by name. They are sent as their names.
@@ -65,7 +67,7 @@ def unpack(parcel: Parcel, shared: Mapping[str, object], device: torch.device) -
 
 @cache
 def _packer() -> type[Any]:
-    """Return the pickler, which is a subclass of a class of Ray."""
+    """Return the class of the pickler, which is a subclass of a class of Ray."""
     cloudpickle: Any = importlib.import_module("ray.cloudpickle")
 
     # The base class has no type, because Ray is imported only when it is asked for.
@@ -108,7 +110,10 @@ class _Unpacker(pickle.Unpickler):
 
 
 def shared_objects(federation: Federation) -> dict[str, object]:
-    """Return objects that both the driver and the workers have, by name."""
+    """Return the objects that both the driver and the workers have, by name.
+
+    They are the federation and its parts. `pack` and `unpack` replace them by their names.
+    """
     world, family = federation.world, federation.world.family
     return {
         "federation": federation,

@@ -76,9 +76,10 @@ class WorkerPool:
 
     @staticmethod
     def of(cluster: Cluster, device: torch.device, threads: int) -> WorkerPool:
-        """Return the existing worker pool, or a new one.
+        """Return the worker pool that exists for these arguments, or a new one.
 
-        A pool lives as long as an engine refers to it.
+        A pool lives as long as an engine refers to it. Pools also differ in whether torch must be
+        deterministic.
 
         Args:
             cluster: Cluster and number of workers.
@@ -98,7 +99,17 @@ class WorkerPool:
     def results(self, calls: Sequence[Call]) -> Generator[Parcel]:
         """Yield the results of the workers in the order of the calls.
 
-        A call whose worker died is sent to another worker.
+        Calls run at the same time on all workers, and results that come early are kept. A call
+        whose worker died is sent to another worker. Workers that are still busy when the caller
+        stops early are killed.
+
+        Args:
+            calls: Chunks to train.
+
+        Raises:
+            TrainingError: A chunk failed, its workers died repeatedly, or no worker could be
+                started.
+            FedquiltError: Error that a worker returned.
         """
         waiting = deque(range(len(calls)))  # Calls without a worker, by number
         deaths = Counter[int]()  # Workers that died, by call
@@ -139,7 +150,12 @@ class WorkerPool:
                 self._kill(worker)
 
     def _start_workers(self, busy: int, useful: int) -> None:
-        """Start missing workers, as far as there are calls for them."""
+        """Start missing workers, up to the pool's size, without waiting for them.
+
+        Args:
+            busy: Number of workers that train a call.
+            useful: Number of workers that have or could get a call. More are not started.
+        """
         remote = self._ray.remote(max_restarts=0, **self._needs)(Worker)
         while busy + len(self._idle) + len(self._starting) < min(self.size, useful):
             worker = remote.remote(self._threads, torch.are_deterministic_algorithms_enabled())
@@ -152,7 +168,16 @@ class WorkerPool:
         return worker.train.remote(*stored, call.chunk, self._device)
 
     def _wait(self, references: list[Any], patient: bool) -> list[Any]:
-        """Wait for results, or refuse to wait longer for the first worker to start."""
+        """Wait until at least one reference is ready, and return those that are.
+
+        Args:
+            references: References to results of calls, and to replies of workers that start.
+            patient: True: wait without limit, because a call is running. False: wait
+                `MAX_START_SECONDS` for the first worker.
+
+        Raises:
+            TrainingError: No worker started in time.
+        """
         finished: list[Any]
         finished, _ = self._ray.wait(references, timeout=None if patient else MAX_START_SECONDS)
         if not finished:
@@ -164,7 +189,10 @@ class WorkerPool:
         return finished
 
     def _failure(self, reference: Any) -> str:
-        """Return the reason why a result is missing, or an empty string if it is there."""
+        """Return the reason why a result is missing, or an empty string if it is there.
+
+        A result is missing if its worker died. An error that a worker returned is a result.
+        """
         errors: Any = importlib.import_module("ray.exceptions")
         try:
             self._ray.get(reference)
@@ -173,7 +201,16 @@ class WorkerPool:
         return ""
 
     def _unwrap(self, call: Call, reference: Any) -> Parcel:
-        """Return the result of a call, or raise the error that the worker returned."""
+        """Return the result of a call that has ended, or raise the error that the worker returned.
+
+        Args:
+            call: Chunk that the worker trained, for the message.
+            reference: Reference to the result, which must be there.
+
+        Raises:
+            FedquiltError: Error that the worker returned.
+            TrainingError: The worker failed with any other error.
+        """
         result = self._ray.get(reference)
         if isinstance(result, FedquiltError):
             raise result
@@ -183,9 +220,17 @@ class WorkerPool:
         return result
 
     def _on_worker_death(self, call: Call, times: int, error: str) -> None:
-        """Warn that a worker died, or give up after several deaths.
+        """Warn that a worker died, or give up after `MAX_ATTEMPTS` deaths.
 
         One death may be chance, but repeated deaths are caused by the chunk.
+
+        Args:
+            call: Chunk that the worker trained.
+            times: Number of workers that died with this chunk so far.
+            error: Reason that Ray gave.
+
+        Raises:
+            TrainingError: The chunk is not tried again.
         """
         if times >= MAX_ATTEMPTS:
             raise TrainingError(

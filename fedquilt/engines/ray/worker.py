@@ -80,7 +80,14 @@ class Worker:
             return f"{said(error)} (in process {os.getpid()} on {socket.gethostname()})"
 
     def _engine_for(self, data_ref: Any, device: torch.device) -> Vectorized:
-        """Return the engine for some samples. Only the latest engine is kept."""
+        """Return the engine for some samples. Only the latest engine is kept.
+
+        If the samples are new, the federation and the server's state are dropped too.
+
+        Args:
+            data_ref: Reference to samples and options in the object store.
+            device: Device on which the worker trains.
+        """
         if self._engine is None or self._engine[0] != data_ref:
             self._engine = self._federation = self._server = None
             data, precision, options = unpack(_get(data_ref), {}, device)
@@ -88,7 +95,15 @@ class Worker:
         return self._engine[1]
 
     def _federation_for(self, federation_ref: Any, engine: Vectorized) -> Federation:
-        """Return the federation that is trained. It is unpacked once."""
+        """Return the federation that is trained.
+
+        Only the latest federation is kept, and it is unpacked once. If it is new, the server's
+        state is dropped.
+
+        Args:
+            federation_ref: Reference to the federation in the object store.
+            engine: Engine whose device the tensors are moved to.
+        """
         if self._federation is None or self._federation[0] != federation_ref:
             self._federation = self._server = None
             unpacked: Federation = unpack(_get(federation_ref), {}, engine.device)
@@ -99,7 +114,15 @@ class Worker:
         return self._federation[1]
 
     def _server_for(self, server_ref: Any, federation: Federation, engine: Vectorized) -> Server:
-        """Return the state that all chunks of a round start from. It is unpacked once."""
+        """Return the state that all chunks of a round start from, without clients' stored states.
+
+        Only the latest state is kept, and it is unpacked once.
+
+        Args:
+            server_ref: Reference to the state in the object store.
+            federation: Federation whose objects the state refers to by name.
+            engine: Engine whose device the tensors are moved to.
+        """
         if self._server is None or self._server[0] != server_ref:
             self._server = None
             server = unpack(_get(server_ref), shared_objects(federation), engine.device)
@@ -108,6 +131,6 @@ class Worker:
 
 
 def _get(reference: Any) -> Parcel:
-    """Return a parcel from the object store."""
+    """Return a parcel from the object store, and wait until it is there."""
     parcel: Parcel = importlib.import_module("ray").get(reference)
     return parcel

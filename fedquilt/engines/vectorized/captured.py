@@ -65,7 +65,13 @@ class CapturedPass:
             self._graph = capture(self._step, self._stream)
 
     def begin(self, weights: Weights, batches: list[Tensor]) -> None:
-        """Load weights and the positions of batches of equal size, and reset the sums."""
+        """Load weights and the positions of batches, and reset the sums to zero.
+
+        Args:
+            weights: Weights with the names and shapes of those at construction. They are copied.
+            batches: Positions of each batch's samples, (sample,) on the device. All have the pass's
+                size.
+        """
         rewrite(self._weights, weights)
         self._batches, self._num_replayed = torch.stack(batches), 0
         self._wait_for_launched()
@@ -109,7 +115,7 @@ class CapturedPass:
         self._chunk_batch += 1
 
     def _results(self) -> State:
-        """Return the results of the current batch."""
+        """Return the results of the current batch by name. `_chunk_batch` says which one it is."""
         with torch.no_grad():
             return self._function(self._weights, self._rows.index_select(0, self._chunk_batch)[0])
 

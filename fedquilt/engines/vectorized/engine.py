@@ -113,7 +113,10 @@ class Vectorized(Simulation):
 
     @property
     def template(self) -> Weights:
-        """Return weights of the full net, from which client groups take their shapes."""
+        """Return weights of the full net, from which client groups take their shapes.
+
+        Their values do not matter. They are cached until the family changes.
+        """
         if self._template is None:
             self._template = self.world.family.init(0, self.device, self.world.dtype)
         return self._template
@@ -145,7 +148,16 @@ class Vectorized(Simulation):
     # --- training --------------------------------------------------------------------------------
 
     def _train(self, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
-        """Train waves of stacks. Clients that cannot be stacked are trained one by one."""
+        """Train waves of stacks.
+
+        Clients that cannot be stacked are trained one by one after the stacks of their wave.
+
+        Args:
+            server: State that the clients start from.
+            jobs: Clients with their sub-models.
+            fold: Fold to which updates are added.
+            outcome: Outcome to which costs, losses and client states are added.
+        """
         jobs_by_kind: dict[tuple[Arch, Learner, int], list[Job]] = {}
         shares: dict[Job, float] = {}
         for job in jobs:
@@ -201,7 +213,10 @@ class Vectorized(Simulation):
 
     @staticmethod
     def _age(server: Server, job: Job, learner: Learner) -> int:
-        """Return the number of optimizer steps behind the slots that a client starts with."""
+        """Return the number of optimizer steps behind the slots that a client starts with.
+
+        It is 0 for a client that starts with new slots.
+        """
         memory = memory_of(server, job) if learner.keep_slots else None
         return memory.steps if memory else 0
 
@@ -220,7 +235,7 @@ class Vectorized(Simulation):
         return max(1, float32_bytes * self.world.dtype.itemsize // 4)
 
     def _run(self, server: Server, wave: Wave, shares: Mapping[Job, float]) -> list[Stack]:
-        """Train stacks.
+        """Train stacks, and return them with their results. Nothing is sent or folded.
 
         Stacks that have a client group train at the same time, the others one after another. A step
         of every group is launched before the next step of any, because a stream accepts only a few
@@ -230,6 +245,9 @@ class Vectorized(Simulation):
             server: State that the clients start from.
             wave: Local training and jobs of every stack.
             shares: Shares of the clients' nets, by job.
+
+        Returns:
+            Stacks with a client group, followed by those without one.
         """
         grouped, ungrouped = [], []
         for learner, jobs in wave:
@@ -263,7 +281,15 @@ class Vectorized(Simulation):
         return stacks
 
     def _teach(self, stack: Stack, lesson: Learner) -> None:
-        """Train the clients of a stack on public samples before they train on their own."""
+        """Train the clients of a stack on public samples before they train on their own.
+
+        The resulting weights replace those of `stack`, as if the clients had received them. The
+        optimizer begins without slots, and its slots are dropped afterwards.
+
+        Args:
+            stack: Clients with their starting states. It is changed.
+            lesson: Settings of the training on public samples.
+        """
         public = self.on_public(self.world)
         public.begin(self.federation)
         public.extra_shapes = self.extra_shapes
@@ -296,11 +322,23 @@ class Vectorized(Simulation):
         stack.received = stack.received._replace(weights=stack.state)
 
     def _run_step(self, stack: Stack, group: ClientGroup, step: int) -> None:
-        """Run one step of a stack in its client group."""
+        """Run one step of a stack in its client group, and find the client that caused an error.
+
+        A step after the last one of the stack has no effect.
+
+        Args:
+            stack: Clients that are loaded into the group.
+            group: Client group.
+            step: Step within the round.
+        """
         self._run_action(stack, step, range(len(stack.jobs)), partial(group.run_step, step))
 
     def _run_ungrouped(self, stack: Stack) -> None:
-        """Train a stack without captured steps."""
+        """Train a stack without a client group, and thus without captured steps.
+
+        The stack is changed. In each step, clients whose batches have equal sizes are trained
+        together.
+        """
         if stack.slots is None:
             stack.slots = stack.learner.start_slots(
                 stack.state, self.world.family.member(stack.arch)
@@ -337,7 +375,15 @@ class Vectorized(Simulation):
             raise UnstackableError(stack.arch, error) from error
 
     def _find_failed(self, stack: Stack, step: int, clients: list[int]) -> None:
-        """Repeat a step one client at a time, so that the error names the client that failed."""
+        """Repeat a step one client at a time, so that the error names the client that failed.
+
+        If no client fails alone, nothing is raised.
+
+        Args:
+            stack: Clients that train together.
+            step: Step within the round.
+            clients: Positions in the stack of clients that have a batch in this step.
+        """
         for client in clients:
             with blamed(stack.jobs[client], "training"):
                 train_step(self, stack, step, [client])
@@ -353,7 +399,11 @@ class Vectorized(Simulation):
         self._warn_of_unstackable(arch)
 
     def _warn_of_unstackable(self, arch: Arch) -> None:
-        """Warn once in a run, for all members together, that nets cannot be stacked."""
+        """Warn that clients of a member cannot be stacked, once in a run for each reason.
+
+        Args:
+            arch: Architecture that `unstackable` contains, with the reason.
+        """
         why = self.unstackable[arch]
         self.once.warning(why, "clients with equal nets are trained one after another: %s", why)
 

@@ -138,7 +138,11 @@ class Evaluator:
     def _results(
         self, kind: EvalSpec, exams: list[EvalSamples], rows: list[Tensor], absent: float | None
     ) -> Results:
-        """Return the results of batches of equal size.
+        """Return the results of batches of equal size, in the order of the batches.
+
+        Batches of one net are joined if outputs do not depend on the batch. All others are stacked
+        by vmap. If vmap fails, the members are marked as unstackable, and the batches run one by
+        one.
 
         Args:
             kind: Forward pass, the same for all of the batches.
@@ -182,7 +186,14 @@ class Evaluator:
     def _one_by_one(
         self, kind: EvalSpec, exams: list[EvalSamples], rows: list[Tensor], hidden: float
     ) -> Results:
-        """Return the results of batches that are run one after another."""
+        """Return the results of batches that are run one after another, without vmap.
+
+        Args:
+            kind: Forward pass, the same for all of the batches.
+            exams: Evaluation of each batch, with its weights and class mask.
+            rows: Positions of each batch's samples, (sample,). All batches have the same size.
+            hidden: Output that replaces those of classes that a client lacks.
+        """
         batch_results, all_targets = [], []
         with torch.no_grad():
             for exam, batch_rows in zip(exams, rows, strict=True):
@@ -208,7 +219,17 @@ class Evaluator:
         class_masks: Tensor | None,
         hidden: float,
     ) -> Results:
-        """Return the results of batches of one net that are run as one large batch."""
+        """Return the results of batches of one net that are run as one large batch.
+
+        Sums are still computed for each batch.
+
+        Args:
+            kind: Forward pass, the same for all of the batches.
+            weights: Weights of the net.
+            index: Positions of samples, (batch, sample).
+            class_masks: Classes that count, (batch, class). None: all of them.
+            hidden: Output that replaces those of classes that a client lacks.
+        """
         task = self.world.task
 
         def measure(outputs: Tensor, targets: Tensor, class_mask: Tensor | None) -> State:
@@ -234,7 +255,20 @@ class Evaluator:
         rows: Tensor,
         class_mask: Tensor | None,
     ) -> tuple[State, State]:
-        """Return the sums of metrics of one batch, and its outputs if a metric needs them."""
+        """Return the sums of metrics of one batch, and its outputs if a metric needs them.
+
+        Args:
+            kind: Forward pass.
+            hidden: Output that replaces those of classes that a client lacks.
+            weights: Weights of the net, or of all nets whose outputs are averaged.
+            inputs: Samples, (sample, …).
+            targets: Targets, (sample, …).
+            rows: Positions of the samples, (sample,), from which an attack's random start follows.
+            class_mask: True for classes that count, (class,). None: all of them.
+
+        Returns:
+            Sums by metric, and {"outputs": outputs}, which is empty if no metric needs them.
+        """
         outputs = self._logits(kind, weights, inputs, targets, rows)
         sums = self.world.task.sums(outputs, targets, class_mask, hidden)
         return sums, {"outputs": outputs} if self.world.task.collected else {}
@@ -242,7 +276,17 @@ class Evaluator:
     def _logits(
         self, kind: EvalSpec, weights: Weights, inputs: Tensor, targets: Tensor, rows: Tensor
     ) -> Tensor:
-        """Return the outputs of one batch (sample, class, …), attacked if the evaluation is."""
+        """Return the outputs of one batch, (sample, class, …).
+
+        Samples are attacked first if `kind` has an attack.
+
+        Args:
+            kind: Forward pass, with its attack.
+            weights: Weights of the net, or of all nets whose outputs are averaged.
+            inputs: Clean samples, (sample, …).
+            targets: Targets, which an attack needs, (sample, …).
+            rows: Positions of the samples, (sample,), from which an attack's random start follows.
+        """
         attack_start = kind.drawn(self.world.seed, rows, inputs)
         return kind.logits(self.world, weights, inputs, targets, attack_start)
 
@@ -266,7 +310,16 @@ class Evaluator:
         return statistics
 
     def _measured(self, kind: EvalSpec, weights: Weights, batches: list[Tensor]) -> list[State]:
-        """Return the norm statistics of each batch."""
+        """Return the norm statistics of each batch, without a captured pass.
+
+        Batches of equal size are stacked by vmap, as many as fit into memory. The result is ordered
+        by batch size, not as `batches`.
+
+        Args:
+            kind: Forward pass of one net that measures statistics.
+            weights: Weights of the net.
+            batches: Positions of each batch's samples in the training set, (sample,).
+        """
         arch = kind.nets[0].arch
         by_size: dict[int, list[Tensor]] = {}
         for rows in batches:
@@ -306,7 +359,14 @@ class Evaluator:
     def _begin_pass(
         self, kind: EvalSpec, weights: Weights, batches: list[Tensor]
     ) -> tuple[KeyedPass | None, list[Tensor]]:
-        """Begin a captured pass over the full batches, if that pays off.
+        """Begin a captured pass over the batches that are as large as the first, if that pays off.
+
+        It pays off for `MIN_CAPTURED_BATCHES` or more. An idle pass of the same kind is reused.
+
+        Args:
+            kind: Forward pass.
+            weights: Weights of the net.
+            batches: Positions of each batch's samples, (sample,).
 
         Returns:
             The captured pass with its key, or None; and the batches that it does not cover.
@@ -340,7 +400,12 @@ class Evaluator:
         return (key, captured), [rows for rows in batches if len(rows) != size]
 
     def _end_pass(self, keyed: KeyedPass) -> State:
-        """Return the sums of a captured pass, and keep the pass for later use."""
+        """Return the sums of a captured pass over all its batches, and list the pass as idle.
+
+        Batches that remain are run first. The sums are of norm statistics or of metrics, as
+        `_pass_function` chose. They are not copied: the next pass with the same key overwrites
+        them.
+        """
         key, captured = keyed
         self.idle_passes[key].append(captured)
         return captured.end()
@@ -365,19 +430,27 @@ class Evaluator:
     # --- how much at once ------------------------------------------------------------------------
 
     def _widest(self, nets: Submodels) -> Arch:
-        """Return the largest of several nets that run one after another."""
+        """Return the architecture of the net that has the most parameters.
+
+        Nets run one after another, so that the largest one decides on memory.
+        """
         return max((net.arch for net in nets), key=self.world.family.count)
 
     def _batches_at_once(self, arch: Arch, batch_size: int) -> int:
-        """Return the number of batches of a member that run at once, few on a CPU."""
+        """Return the number of batches of a member that run at once, at least 1.
+
+        On a GPU they must fit into the engine's memory. On a CPU their activations must fit into
+        `CPU_ACTIVATION_BYTES`.
+        """
         if self.engine.device.type == "cuda":
             return max(1, self.engine.memory // self.engine.client_bytes(arch, batch_size, 0))
         return max(1, CPU_ACTIVATION_BYTES // self._activations(arch, batch_size))
 
     def _batch_size(self, kind: EvalSpec, batch_size: int) -> int:
-        """Return the batch size of an evaluation.
+        """Return the batch size of an evaluation, at most `batch_size`.
 
-        A CPU uses smaller batches where outputs do not depend on the other samples of a batch.
+        A CPU uses smaller batches, of at least `MIN_SAMPLES`, where outputs do not depend on the
+        other samples of a batch.
         """
         if self.engine.device.type == "cuda" or self._depends_on_batch(kind):
             return batch_size
@@ -398,7 +471,12 @@ class Evaluator:
         return kind.mode.statistics == "batch" or self.world.family.depends_on_batch(kind.mode)
 
     def _activations(self, arch: Arch, batch_size: int) -> int:
-        """Return the bytes of activations that a training step keeps for its backward pass."""
+        """Return the bytes of activations that a training step keeps for its backward pass.
+
+        Args:
+            arch: Architecture of the member.
+            batch_size: Samples in the batch.
+        """
         return max(
             1,
             self.world.family.member(arch).activations(batch_size) * self.world.dtype.itemsize // 4,

@@ -38,7 +38,10 @@ def fails_alone(error: Exception) -> bool:
 
 @contextmanager
 def together(stack: Stack, clients: Sequence[int], stage: str) -> Iterator[None]:
-    """Find out from an error of several clients if they can be trained one by one.
+    """Run a block for several stacked clients, and convert its errors.
+
+    An error that would also occur with one client is raised with the name of the first client. Any
+    other error tells the caller to train the clients one by one.
 
     Args:
         stack: Clients that train together.

@@ -59,9 +59,15 @@ class GroupStep(GroupTensors):
     def _actions(
         self, phases: tuple[Phase, ...], size: int, masked: bool
     ) -> Iterator[tuple[Hashable, Callable[[], None]]]:
-        """Yield the parts of a step, each with the key under which its graph is stored.
+        """Yield the parts of a step in order, each with the key under which its graph is stored.
 
-        A part with the key None is never captured.
+        A part with the key None is never captured. A step whose phases are always the same is one
+        part.
+
+        Args:
+            phases: Phases of the step. They have an effect only if phases are drawn at random.
+            size: Samples in each client's batch.
+            masked: True if clients without a batch are restored at the end of the step.
         """
         buffers = self._buffers
         if buffers is None:
@@ -88,7 +94,12 @@ class GroupStep(GroupTensors):
     # --- a step whose phases are always the same -------------------------------------------------
 
     def _step(self, size: int, masked: bool) -> None:
-        """Run one step whose phases are the same in every step."""
+        """Run one step whose phases are the same in every step, in-place on the static tensors.
+
+        Args:
+            size: Samples in each client's batch.
+            masked: True if clients without a batch are restored at the end of the step.
+        """
         learner = self.shape.learner
         batch = self._batch(size)
         old_state = {name: value.clone() for name, value in self.state.items()} if masked else {}
@@ -126,7 +137,7 @@ class GroupStep(GroupTensors):
     def _close(
         self, losses: Tensor, old_state: State, old_slots: Mapping[str, State], masked: bool
     ) -> None:
-        """Store the losses of a step, and restore clients that had no batch in it.
+        """End a step: store its losses, restore clients that had no batch, and advance by one.
 
         Args:
             losses: Losses of the step, (client,).
@@ -145,7 +156,14 @@ class GroupStep(GroupTensors):
     # --- a step whose phases are drawn at random: parts that communicate through buffers ---------
 
     def _load_batch(self, buffers: StepBuffers, batch: Batch, masked: bool) -> None:
-        """Copy the current batch into its buffer, and if `masked`, save the old state."""
+        """Copy the batches of the current step into their buffer.
+
+        Args:
+            buffers: Static buffers of the step.
+            batch: Buffer that is overwritten. Its shape gives the batch size.
+            masked: True: also save weights and slots, so that clients without a batch can be
+                restored.
+        """
         new_batch = self._batch(batch.targets.shape[1])
         for buffer, new in zip(batch_tensors(batch), batch_tensors(new_batch), strict=True):
             buffer.copy_(new)
@@ -157,9 +175,17 @@ class GroupStep(GroupTensors):
     def _add(
         self, buffers: StepBuffers, batch: Batch, objective: Objective, nested: Inner | None
     ) -> None:
-        """Add the gradient of one objective to the sum over the objectives of its phase.
+        """Add the gradient and the loss of one objective to the sums over its phase.
 
-        The gradient of a nested net is added only at the positions of that net.
+        The gradient of a nested net is added only at the positions of that net. New norm statistics
+        are written into the group's state.
+
+        Args:
+            buffers: Static buffers of the step, with the sums.
+            batch: Buffer with the batches of all clients.
+            objective: Objective whose gradient is taken.
+            nested: Nested net that the objective runs. None: it runs the member itself, or several
+                nets.
         """
         member = self.member
         if nested is None:
@@ -195,11 +221,19 @@ class GroupStep(GroupTensors):
         rewrite(self.state, new_buffers)
 
     def _load_mask(self, buffers: StepBuffers, phase: Phase) -> None:
-        """Copy the mask of a phase into its buffer."""
+        """Copy the mask of a phase, True where it may move weights, into `buffers.mask`."""
         buffers.mask.copy_(self.engine.line_cache.mask(self.member, phase.moves, self.lines))
 
     def _move_by_sums(self, buffers: StepBuffers, phase: Phase, moves_all: bool) -> None:
-        """Move the weights by the summed gradients of a phase, and reset the sums."""
+        """Move the weights by the summed gradients of a phase, and reset the sums.
+
+        The summed losses become the losses of the step.
+
+        Args:
+            buffers: Static buffers of the step, with the sums.
+            phase: Phase of the step.
+            moves_all: True if the phase moves all weights. False: `buffers.mask` says which.
+        """
         grads = clip(self.shape.learner, {LINE: buffers.grads})
         self._move(grads, phase, None if moves_all else buffers.mask)
         buffers.grads.zero_()
@@ -209,7 +243,7 @@ class GroupStep(GroupTensors):
     # --- parts of both kinds of step -------------------------------------------------------------
 
     def _taught(self, batch: Batch) -> Tensor:
-        """Return the teacher's outputs for a batch of every client."""
+        """Return the outputs of each client's teaching net for its batch, (client, sample, …)."""
         learner, member = self.shape.learner, self.member
         if self.net is not None and not learner.taught_by:
             with torch.no_grad():
@@ -220,7 +254,20 @@ class GroupStep(GroupTensors):
     def _gradients(
         self, objective: Objective, batch: Batch, member: Member, state: State, received: Received
     ) -> tuple[State, tuple[Tensor, State]]:
-        """Return gradients, losses and new buffers of all clients, in the group's layout."""
+        """Return gradients, losses and new buffers of all clients, in the group's layout.
+
+        Nets are computed side by side only if `member` is the group's own member.
+
+        Args:
+            objective: Function whose gradient is taken.
+            batch: Batches of the clients, in the first dimension.
+            member: Member of the group, or a net that is nested in it.
+            state: Weights and buffers of `member`, with clients in the first dimension.
+            received: Weights and slots that the round started from, in the same form.
+
+        Returns:
+            Gradients by weight name, and a pair of losses (client,) and new buffers.
+        """
         learner = self.shape.learner
         if self.net is not None and member == self.member:
             return grouped_gradient(learner, member, objective, self.net, state, received, batch)
@@ -272,10 +319,16 @@ class GroupStep(GroupTensors):
         grads: list[Tensor],
         rates: Tensor,
     ) -> None:
-        """Move all clients by one fused optimizer step.
+        """Move all clients by one fused optimizer step, in-place.
 
         The fused kernels take a single learning rate, so that clients with unequal rates are moved
         one by one.
+
+        Args:
+            weights: Weights, each with clients in the first dimension.
+            slots: Optimizer slots of these weights, in the same order, by slot.
+            grads: Gradients of these weights, in the same order and memory layout.
+            rates: Learning rates, (client,).
         """
         update_ = self.shape.learner.local.optimizer.update_
         if not self._own_rates:

@@ -50,9 +50,16 @@ class GroupStore:
         self.tails: Counter[tuple[Shape, int]] = Counter()
 
     def group_for(self, stack: Stack) -> ClientGroup | None:
-        """Return a client group that can train a stack.
+        """Return a client group that can train a stack, either an idle one or a new one.
 
-        Its steps are captured where that helps. None: the stack trains without a group.
+        On a GPU its steps are captured. If the chosen layout fails, stacked nets are tried.
+
+        Args:
+            stack: Clients that train together. It is not loaded into the group.
+
+        Returns:
+            The group. None: the stack trains without one. This is so if `record` is False, if no
+            client has a full batch, or if no layout works.
         """
         if self.engine.record is False:
             return None
@@ -114,7 +121,12 @@ class GroupStore:
         """Capture every layout, time its replays, and return the fastest.
 
         Several groups are replayed together, as in a cohort. A single group would measure the
-        latency of its kernels, whereas in a cohort their number matters.
+        latency of its kernels, whereas in a cohort their number matters. Groups of the best layout,
+        and those of single clients, stay in `idle`. If no layout can be captured, the result is
+        "stack".
+
+        Args:
+            shape: Shape of the groups. Its layout is ignored.
         """
         num_clients = shape.count * max(1, MIN_TIMED_CLIENTS // shape.count)
         seconds_by_layout: dict[Layout, float] = {}
@@ -144,7 +156,14 @@ class GroupStore:
         return best
 
     def _ready(self, shape: Shape) -> ClientGroup:
-        """Return an idle client group of this shape whose step is captured."""
+        """Return a client group of this shape whose step is captured.
+
+        It is an idle group, which is removed from `idle`, or else a new one.
+
+        Raises:
+            CaptureError: The step cannot be captured, or the shape was refused before.
+            GroupingError: The layout is "laid", and the nets cannot be computed side by side.
+        """
         if shape in self.refused:
             raise CaptureError(self.refused[shape])
         group = self.idle[shape].pop() if self.idle.get(shape) else ClientGroup(self.engine, shape)
@@ -153,7 +172,11 @@ class GroupStore:
         return group
 
     def _refuse(self, shape: Shape, error: FedquiltError) -> None:
-        """Remember that a shape cannot be used, and log the reason once."""
+        """Remember that a shape cannot be used, and log the reason once.
+
+        A failed capture is logged as a warning. Nets that cannot be computed side by side are
+        logged at level INFO, because another layout is used.
+        """
         if shape not in self.refused:
             self.refused[shape] = str(error)
             if isinstance(error, GroupingError):  # Another layout is used instead
@@ -177,10 +200,10 @@ class GroupStore:
                 group.engine = engine
 
     def keep(self, group: ClientGroup) -> None:
-        """Keep an idle client group for later stacks of the same shape.
+        """Keep a client group without clients for later stacks of the same shape.
 
-        Building groups anew in every round would be slow. If idle groups take too much memory, the
-        least recently used shapes are dropped.
+        Building groups anew in every round would be slow. If idle groups take too much memory, all
+        groups of the least recently used shapes are dropped.
         """
         self.idle[group.shape] = [*self.idle.pop(group.shape, []), group]
         max_bytes = self.engine.memory
@@ -190,7 +213,7 @@ class GroupStore:
             self.idle.pop(next(iter(self.idle)))
 
     def idle_bytes(self, shape: Shape) -> int:
-        """Return the bytes that the idle client groups of a shape hold.
+        """Return the estimated bytes that all idle client groups of a shape hold together.
 
         They hold weights and slots, and on a GPU also the workspace of their captured graphs.
         """

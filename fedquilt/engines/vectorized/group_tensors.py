@@ -149,7 +149,7 @@ class GroupTensors:
         return len(self.rows)
 
     def _per_client(self, value: Tensor) -> Tensor:
-        """Copy a weight for every client of the group.
+        """Return copies of a weight for all clients of the group, (client, …).
 
         A client that trains alone on a GPU has convolutions in channels-last layout, which fast
         kernels need.
@@ -160,7 +160,10 @@ class GroupTensors:
         return channels_last(copies[0]).unsqueeze(0) if self._channels_last else copies
 
     def _line_up(self) -> None:
-        """Store weights and optimizer slots in one row per client, and make them views of it."""
+        """Store the trainable weights in one row per client, and each optimizer slot likewise.
+
+        `state` and `slots` become views of these rows, and `moving` refers to the rows themselves.
+        """
         line = self.lines.join(self.state)
         slots = {slot: torch.zeros_like(line) for slot in self.slots}
         self.moving = (
@@ -177,7 +180,11 @@ class GroupTensors:
 
 
 def _check_capturable(learner: Learner) -> None:
-    """Refuse learners whose optimizer would have to count steps for every position."""
+    """Refuse learners whose optimizer would have to count steps for every position.
+
+    Raises:
+        CaptureError: The optimizer counts steps, and some phase moves only a part of the weights.
+    """
     partly = any(not isinstance(phase.moves, Everywhere) for phase in learner.phases)
     if learner.local.optimizer.ages and partly:
         raise CaptureError(

@@ -145,7 +145,9 @@ class ClientGroup(GroupStep):
     def _is_usual(self, size: int) -> bool:
         """Return True if capturing steps of this batch size pays off.
 
-        Every size needs its own kernels, and searching for the fastest ones takes time.
+        Every size needs its own kernels, and searching for the fastest ones takes time. On a GPU
+        each call counts as one step, and the result is True after `MIN_UNUSUAL_STEPS` of them. On a
+        CPU it is always True.
         """
         if self.stream is None:
             return True
@@ -161,7 +163,11 @@ class ClientGroup(GroupStep):
         return self.stream is not None or bool(self.engine.record)
 
     def _fill(self, step: int) -> None:
-        """Copy the batch positions of the next `chunk_steps` steps to the device."""
+        """Prepare the next `chunk_steps` steps of the round, beginning with `step`.
+
+        Batch positions, learning rates and random keys are copied into the static tensors. The
+        losses of the previous chunk are copied to the stack before.
+        """
         stack = self._stack
         self._report(step)
         steps = range(step, min(step + self.chunk_steps, len(stack.losses)))
@@ -205,9 +211,12 @@ class ClientGroup(GroupStep):
         return rates
 
     def _report(self, step: int) -> None:
-        """Copy the losses of the last chunk to the stack.
+        """Copy the losses of the chunk that ends before a step to the stack.
 
-        The stack already has the losses of steps that ran without capture.
+        The stack already has the losses of steps that ran without capture, and these are kept.
+
+        Args:
+            step: First step after the chunk. 0 has no effect.
         """
         if step:
             first = (step - 1) // self.chunk_steps * self.chunk_steps
@@ -243,6 +252,8 @@ class ClientGroup(GroupStep):
     def capture_step(self, masked: bool = False) -> None:
         """Capture a step of full batches, or its first parts if its phases are drawn at random.
 
+        On a CPU, nothing is captured.
+
         Args:
             masked: Capture a step that restores clients without a batch.
         """
@@ -255,10 +266,14 @@ class ClientGroup(GroupStep):
                     self._captured(key, action)
 
     def _captured(self, key: Hashable, action: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Return the graph of an action, and capture it on the first call.
+        """Return the graph of an action, and capture it on the first call for its key.
 
         The action runs during the capture, so that all tensors that it changes are restored
         afterwards.
+
+        Args:
+            key: Key under which the graph is stored.
+            action: Part of a step, which works on the group's static tensors.
         """
         if key not in self._graphs:
             assert self.stream is not None
@@ -285,7 +300,15 @@ class ClientGroup(GroupStep):
             yield from self._buffers.tensors()
 
     def _replay(self, step: int, size: int, masked: bool) -> None:
-        """Run one step: replay what is captured, and call everything else."""
+        """Run one step: replay what is captured, and call everything else.
+
+        On a GPU, parts that are not captured yet are captured first.
+
+        Args:
+            step: Step within the round, which decides on random phases.
+            size: Samples in each client's batch.
+            masked: True if some clients have no batch of this size. They are restored afterwards.
+        """
         for key, action in self._actions(self._learner.phases_at(step), size, masked):
             if key is None or self.stream is None:
                 action()
@@ -293,7 +316,7 @@ class ClientGroup(GroupStep):
                 self._captured(key, action).replay()
 
     def replay_alone(self) -> None:
-        """Run one step on the current contents of the static tensors."""
+        """Run one step of full batches on the current contents of the static tensors."""
         with self._on_stream():
             self._replay(0, self.shape.learner.local.batch_size, masked=False)
 

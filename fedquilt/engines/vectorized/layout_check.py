@@ -71,9 +71,16 @@ def check_grouped(group: GroupTensors, grouped_net: GroupedNet) -> None:
 
 
 def _leaks(group: GroupTensors, grouped_net: GroupedNet, state: State, inputs: Tensor) -> bool:
-    """Return True if any client's logits depend on the samples of the first client.
+    """Return True if the logits of any other client depend on the samples of the first client.
 
-    Even a tiny dependence counts, because it may grow in training.
+    Even a tiny dependence counts, because it may grow in training. The result is False for samples
+    without gradients, such as tokens.
+
+    Args:
+        group: Client group with its member.
+        grouped_net: Its nets, side by side in the channels.
+        state: Weights, with clients in the first dimension.
+        inputs: Samples, (client, sample, …).
     """
     if not inputs.is_floating_point():
         return False
@@ -88,7 +95,10 @@ def _leaks(group: GroupTensors, grouped_net: GroupedNet, state: State, inputs: T
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Compute products in full precision, whatever precision is set."""
+    """Compute products in full precision within the block, whatever precision is set.
+
+    The settings are restored afterwards.
+    """
     old_settings = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:

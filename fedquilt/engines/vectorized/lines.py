@@ -91,7 +91,12 @@ class Lines:
         return Inner(nested_lines.join(nested_entries, between=len(self) - 1)[0], nested_lines)
 
     def _view(self, part: Tensor, shape: torch.Size) -> Tensor:
-        """Return a part of the rows as one weight."""
+        """Return a part of the rows as one weight of shape (client, …), without copying.
+
+        Args:
+            part: Entries of the weight in every row, (client, entry).
+            shape: Shape of one client's weight.
+        """
         stored_shape = (shape[0], *shape[2:], shape[1]) if self._is_turned(shape) else shape
         # For a single client, strides must equal those of a weight with a new first dimension.
         if len(part) == 1:
@@ -101,7 +106,12 @@ class Lines:
         return weight.movedim(-1, 2) if self._is_turned(shape) else weight
 
     def _row(self, value: Tensor, shape: torch.Size) -> Tensor:
-        """Return one weight as a part of the rows."""
+        """Return one weight as a part of the rows, (client, entry). It is the inverse of `_view`.
+
+        Args:
+            value: Weight, with clients in the first dimension.
+            shape: Shape of one client's weight.
+        """
         if self._is_turned(shape):
             value = value.movedim(2, -1)
         return value.reshape(len(value), -1)

@@ -111,9 +111,10 @@ def _run_batch(
 
 
 def finish_stack(engine: Vectorized, stack: Stack) -> None:
-    """Let the method update its state after training.
+    """Let the method update its state after training, and store it in `stack.method_states`.
 
-    All clients of a stack are updated together if their tensors have equal shapes.
+    All clients of a stack are updated together if their extras and passes have equal shapes.
+    Otherwise they are updated one by one. A learner without state gives empty states.
     """
     learner = stack.learner
     if not learner.state:

@@ -123,15 +123,20 @@ def _send(
 
 
 def check_stacks(engine: Vectorized, stacks: list[Stack], outcome: Outcome) -> None:
-    """Refuse results that are not finite.
+    """Refuse losses, weights and method states that are not finite.
 
-    All stacks are checked at once. Only if a value is not finite, each client is checked, and
-    the round fails. Losses are added to the outcome.
+    All stacks are checked at once. Only if a value is not finite, each client is checked, and the
+    round fails. The mean loss of each client is added to the outcome.
 
     Args:
         engine: Engine that has the family.
         stacks: Stacks that trained at the same time.
         outcome: Outcome of the round.
+
+    Raises:
+        DivergenceError: A loss or a weight is not finite.
+        TrainingError: A loss is not finite because of the client's samples, or a method's state is
+            not.
     """
     members = [engine.world.family.member(stack.arch) for stack in stacks]
     moved = [stack.learner.moved(member) for stack, member in zip(stacks, members, strict=True)]

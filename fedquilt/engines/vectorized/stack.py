@@ -61,11 +61,18 @@ class Stack:
         return [[len(batch) for batch in client_batches] for client_batches in self.batches]
 
     def sizes_at(self, step: int) -> list[int]:
-        """Return the batch sizes of the clients that have a batch in this step."""
+        """Return the batch sizes in this step, in the order of the clients.
+
+        Clients without a batch in this step are left out.
+        """
         return [client_sizes[step] for client_sizes in self.sizes if step < len(client_sizes)]
 
     def groups(self, step: int) -> list[list[int]]:
-        """Return the clients that have a batch in this step, grouped by its size."""
+        """Return the positions in the stack of clients that have a batch, grouped by its size.
+
+        Args:
+            step: Step within the round. Clients that have ended before it are left out.
+        """
         by_size: dict[int, list[int]] = {}
         for client, client_sizes in enumerate(self.sizes):
             if step < len(client_sizes):
@@ -129,14 +136,22 @@ def build_stack(
 
 
 def _state_slots(starts: Sequence[Start], learner: Learner) -> dict[str, State]:
-    """Return the state slots of the method, stacked over clients."""
+    """Return the state slots of the method by slot and weight name, stacked over clients."""
     return {
         slot: stacked([start.state_slots[slot] for start in starts]) for slot in learner.state.slots
     }
 
 
 def _slots(starts: Sequence[Start], learner: Learner, member: Member) -> OptimizerState | None:
-    """Return the optimizer slots, stacked over clients. None: no client has any."""
+    """Return the optimizer slots by slot and weight name, stacked over clients.
+
+    A client without slots gets new ones. None: no client has any.
+
+    Args:
+        starts: Starting state of each client.
+        learner: Local training, which makes new slots.
+        member: Member that the clients train.
+    """
     if all(start.slots is None for start in starts):
         return None
     client_slots = [start.slots or learner.start_slots(start.state, member) for start in starts]

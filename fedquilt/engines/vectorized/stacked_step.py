@@ -201,7 +201,14 @@ def gradients(
 
 
 def clip(learner: Learner, grads: State) -> State:
-    """Clip the gradients of each client as its optimizer asks for."""
+    """Clip the gradients of each client to the norm that its optimizer asks for.
+
+    Without clipping, `grads` itself is returned.
+
+    Args:
+        learner: Local training, with the optimizer.
+        grads: Gradients by weight name, with clients in the first dimension.
+    """
     max_norm = learner.local.optimizer.clip
     if not max_norm:
         return grads

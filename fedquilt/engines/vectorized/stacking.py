@@ -47,9 +47,13 @@ def add_lead(state: Weights) -> State:
 
 
 def some_clients(state: Weights, clients: Sequence[int]) -> State:
-    """Return the states of some clients of a stack, as views if it is one client.
+    """Return the states of some clients of a stack, still with clients in the first dimension.
 
-    `state` may be empty, because clients may send nothing.
+    The result has views if it is one client, and copies otherwise.
+
+    Args:
+        state: State of all clients of the stack. It may be empty, because clients may send nothing.
+        clients: Positions of the clients in the stack.
     """
     first = clients[0]
     if len(clients) == 1 or not state:
@@ -59,15 +63,15 @@ def some_clients(state: Weights, clients: Sequence[int]) -> State:
 
 
 def take_clients(state: Weights, clients: Tensor) -> State:
-    """Return the states of the clients at these positions in the stack, (client,)."""
+    """Return copies of the states of the clients at these positions in the stack, (client,)."""
     return {name: value.index_select(0, clients) for name, value in state.items()}
 
 
 def put_clients(state: Weights, part: Weights, clients: Tensor) -> State:
-    """Return a stack's state with new states for some of its clients.
+    """Return a copy of a stack's state with new states for some of its clients.
 
     Args:
-        state: State of all clients of the stack.
+        state: State of all clients of the stack. It does not change.
         part: New states of some clients.
         clients: Positions of these clients in the stack, (client,).
     """
@@ -110,7 +114,10 @@ def signature(tensors: Any) -> Hashable:
 
 
 def rewrite(static: State, new: Mapping[str, Tensor]) -> None:
-    """Copy new values into static tensors, for all names that `new` has."""
+    """Copy new values into static tensors in-place, for all names that `new` has.
+
+    Other static tensors keep their values.
+    """
     names = [name for name in new if new[name] is not static[name]]
     matching_names = [name for name in names if new[name].stride() == static[name].stride()]
     # One launch copies all tensors of equal strides, provided that every pair matches.
@@ -137,7 +144,7 @@ def put_back(state: State, old_state: State, is_changed: Tensor) -> None:
 
 
 def laid_out_as(grad: Tensor, weight: Tensor) -> Tensor:
-    """Return a gradient with the strides of its weight.
+    """Return a gradient with the strides of its weight, as a copy only if they differ.
 
     A fused optimizer step walks through memory, so that both need the same memory layout.
     """

@@ -56,8 +56,12 @@ class StepBuffers:
     def nested_for(self, group: GroupTensors, objective: Objective) -> Inner | None:
         """Return the nested net of an objective that runs only this net and reads no other weights.
 
-        Its gradient is then taken with respect to that net's weights alone. The net is kept in the
-        same memory, because captured steps read it there.
+        Its gradient is then taken with respect to that net's weights alone. The net is kept in
+        `nested`, because captured steps read it at the same address.
+
+        Args:
+            group: Client group whose member contains the net.
+            objective: Objective of a phase.
 
         Returns:
             The nested net. None: the objective needs several nets, or the member itself.

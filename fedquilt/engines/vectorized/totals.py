@@ -70,7 +70,13 @@ class Totals:
         self.stored.setdefault(part.exam_index, {})[part.number] = batch
 
     def scores(self, exams: Sequence[EvalSamples]) -> list[Score]:
-        """Return the score of every evaluation."""
+        """Return the score of every evaluation, with its sums and stored outputs.
+
+        Stored outputs are in the order of the evaluation's batches, on the CPU.
+
+        Args:
+            exams: Evaluations, in the order of their positions in `sums` and `stored`.
+        """
         sums = {name: value.cpu() for name, value in self.sums.items()}
         scores = []
         for number, exam in enumerate(exams):

@@ -21,9 +21,14 @@ MIN_MEAN_GROUP = 4  # Least mean number of clients in groups with equal numbers 
 
 
 def waves(engine: Vectorized, jobs_by_kind: JobsByKind) -> Iterator[Wave]:
-    """Yield the stacks that are trained at the same time.
+    """Yield waves, which are lists of stacks that are trained at the same time.
 
-    A CPU trains one stack at a time, a GPU as many as fit into memory.
+    A CPU trains one stack at a time, a GPU as many as fit into memory. Clients that take the most
+    memory come first.
+
+    Args:
+        engine: Engine that has the memory, the device and the client groups.
+        jobs_by_kind: Jobs that can be stacked, by architecture, local training and optimizer age.
     """
     wave: Wave = []
     free_bytes = 0
@@ -47,7 +52,13 @@ def waves(engine: Vectorized, jobs_by_kind: JobsByKind) -> Iterator[Wave]:
 
 
 def _training_bytes(engine: Vectorized, arch: Arch, learner: Learner) -> int:
-    """Return the bytes that one client takes in training."""
+    """Return the estimated bytes that one client takes in training.
+
+    Args:
+        engine: Engine that has the family.
+        arch: Architecture of the client's member.
+        learner: Local training, which gives batch size and optimizer slots.
+    """
     activation_sets = learner.activation_sets(engine.world.family.member(arch))
     samples = learner.local.batch_size * activation_sets
     return engine.client_bytes(arch, samples, learner.num_slots)
@@ -56,7 +67,18 @@ def _training_bytes(engine: Vectorized, arch: Arch, learner: Learner) -> int:
 def _split(
     engine: Vectorized, arch: Arch, learner: Learner, jobs: list[Job], max_clients: int
 ) -> Iterator[list[Job]]:
-    """Yield the jobs of one member as stacks of at most `max_clients` clients."""
+    """Yield the jobs of one member as stacks of at most `max_clients` clients.
+
+    If steps are captured, stacks have 1, 2, 4, 8 … clients. If the fastest layout is "alone", every
+    stack has one client.
+
+    Args:
+        engine: Engine that has the client groups.
+        arch: Architecture of the member.
+        learner: Local training of all clients.
+        jobs: Jobs that can be stacked.
+        max_clients: Number of clients that fit into memory.
+    """
     for remaining in _by_samples(engine, jobs):
         while remaining:
             size = min(len(remaining), max_clients)
@@ -73,9 +95,10 @@ def _split(
 def _by_samples(engine: Vectorized, jobs: list[Job]) -> list[list[Job]]:
     """Group clients by their number of samples if this gives few groups.
 
-    Their last batches then have equal sizes and can be captured. With many groups, all clients
-    are returned as one group in ascending order of their samples. A captured step lasts as long
-    for every client as for the largest one.
+    Their last batches then have equal sizes and can be captured. With many groups, all clients are
+    returned as one group in ascending order of their samples. A captured step lasts as long for
+    every client as for the largest one. If steps are not captured, all clients are one group in
+    their present order.
     """
     if not engine.captures_steps:
         return [jobs]

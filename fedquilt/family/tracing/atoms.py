@@ -44,12 +44,19 @@ Dim = tuple[Factor, ...]  # A row-major product. The empty product has size 1.
 
 
 def atom(size: int, role: str = "") -> Dim:
-    """Return a dimension about which nothing is known yet."""
+    """Return a new dimension about which nothing is known yet: one atom.
+
+    A size of 0 or 1 gives a plain dimension instead.
+
+    Args:
+        size: Size in the whole model.
+        role: Role of the atom, which only affects names. "": none.
+    """
     return (Atom(size, role=role),) if size > 1 else plain(size)
 
 
 def plain(size: int) -> Dim:
-    """Return a dimension that is never cut."""
+    """Return a dimension that is never cut. For size 1 it is the empty product."""
     return (size,) if size != 1 else ()
 
 
@@ -69,7 +76,11 @@ def _factor_size(factor: Factor) -> int:
 
 
 def resolve(dim: Dim) -> Dim:
-    """Return the dimension with every bound atom replaced, in one form for equal dimensions."""
+    """Return the dimension with every bound atom replaced by what it is bound to.
+
+    The result has a normal form: neighbouring plain sizes are multiplied, and nested sums are
+    flattened. Resolved dimensions can be compared with ==.
+    """
     factors: list[Factor] = []
     for factor in dim:
         match factor:
@@ -96,7 +107,11 @@ def _is_resolved_plain(dim: Dim) -> bool:
 
 
 def _resolve_cat(terms: Sequence[Dim]) -> Dim:
-    """Return the concatenation of dimensions in the form that `resolve` has for it."""
+    """Return the concatenation of dimensions in the normal form of `resolve`.
+
+    Neighbouring plain terms are added, and trailing factors that all terms share are moved out of
+    the sum.
+    """
     flat: list[Dim] = []
     for term in map(resolve, terms):
         inner = term[0].terms if len(term) == 1 and isinstance(term[0], Cat) else (term,)
@@ -121,7 +136,10 @@ def _resolve_cat(terms: Sequence[Dim]) -> Dim:
 
 
 def is_plain(dim: Dim) -> bool:
-    """Return True if no cut changes the size of a dimension."""
+    """Return True if a dimension has no unbound atom left.
+
+    A fixed atom is never cut either, but it keeps its name and is not plain. See `is_free`.
+    """
     return all(isinstance(factor, int) for factor in resolve(dim))
 
 
@@ -164,18 +182,21 @@ def count(dim: Dim) -> Count:
 
 
 def is_free(dim: Dim) -> bool:
-    """Return True if a cut may change the size of a dimension."""
+    """Return True if a cut may change the size of a dimension: some unbound atom is not fixed."""
     return any(not part.fixed for part in atoms_in(dim))
 
 
 def pin(dim: Dim) -> None:
-    """Mark a dimension as never cut, and drop its atoms."""
+    """Mark a dimension as never cut, by binding all its atoms to their sizes, in-place.
+
+    It loses its axes, so that they get no names. `fix` keeps them.
+    """
     for part in list(atoms_in(dim)):
         part.bound = plain(part.size)
 
 
 def fix(dim: Dim) -> None:
-    """Mark a dimension as never cut, but let its atoms keep their names."""
+    """Mark a dimension as never cut in-place, but let its atoms keep their names."""
     for part in atoms_in(dim):
         part.fixed = True
 
@@ -187,7 +208,10 @@ def couple(dim: Dim) -> None:
 
 
 def _bind(axis_atom: Atom, dim: Dim) -> None:
-    """Bind an atom to a dimension, which inherits the atom's properties."""
+    """Bind an atom to a dimension, which inherits that it is fixed or coupled.
+
+    If the dimension is a single atom without a role, it inherits the role too.
+    """
     axis_atom.bound = dim
     if len(dim) == 1 and isinstance(dim[0], Atom):
         dim[0].role = dim[0].role or axis_atom.role
@@ -198,7 +222,11 @@ def _bind(axis_atom: Atom, dim: Dim) -> None:
 
 
 def unify(a: Dim, b: Dim) -> None:
-    """Make two dimensions one. What cannot be expressed is pinned, which is always correct."""
+    """Make two dimensions one in-place, because they must be cut together.
+
+    Atoms of one are bound to factors of the other, and split where needed. What cannot be expressed
+    is pinned, which is always correct. Dimensions of unequal sizes are pinned too.
+    """
     a, b = resolve(a), resolve(b)
     if a == b:
         return
@@ -228,6 +256,8 @@ def unify(a: Dim, b: Dim) -> None:
 
 def split(dim: Dim, sizes: Sequence[int], roles: tuple[str, str] = ("", "")) -> tuple[Dim, ...]:
     """Split a row-major product into consecutive products.
+
+    Atoms and sums that cross a boundary are split in-place, or pinned if that is impossible.
 
     Args:
         dim: The dimension.
@@ -279,7 +309,16 @@ def regroup(
 
 
 def _factorize(factor: Factor, outer_size: int, roles: tuple[str, str]) -> tuple[Dim, Dim]:
-    """Split a factor into an outer part of a size and the inner rest."""
+    """Split a factor into an outer part of a given size and the inner rest.
+
+    An atom is bound to two new atoms. A sum is split in every term, if the inner size divides all
+    of them. Everything else is pinned.
+
+    Args:
+        factor: Factor to split.
+        outer_size: Size of the outer part, which divides the size of `factor`.
+        roles: Roles of the outer and the inner atom.
+    """
     inner_size = _factor_size(factor) // outer_size
     match factor:
         case Atom():
@@ -300,7 +339,15 @@ def _factorize(factor: Factor, outer_size: int, roles: tuple[str, str]) -> tuple
 
 
 def parts(dim: Dim, sizes: Sequence[int]) -> list[Dim]:
-    """Split a dimension into consecutive ranges of these sizes. It undoes a concatenation."""
+    """Split a dimension into consecutive ranges, which undoes a concatenation.
+
+    If the outermost factor is an atom, it is bound to a concatenation of new atoms. If a range does
+    not end between two entries of the outermost factor, the dimension is pinned.
+
+    Args:
+        dim: The dimension.
+        sizes: Lengths of the ranges, in order. Their sum is the size of `dim`.
+    """
     dim = resolve(dim)
     if len(sizes) == 1:
         return [dim]

@@ -12,7 +12,12 @@ _MACHINERY = set(vars(nn.Module()))  # Attributes of every module, such as hooks
 
 
 def attributes(module: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield every number that a module keeps, as (path, container, key in it, value)."""
+    """Yield every number that a module keeps in attributes of its layers and their configurations.
+
+    Yields:
+        (path, container, key, value). The value is an int, a float, or a tuple or list of ints.
+        Setting `container[key]` changes the attribute.
+    """
     visited: set[int] = set()
     for layer_path, layer in module.named_modules():
         for name, attribute in list(vars(layer).items()):
@@ -25,6 +30,8 @@ def _numbers(
     path: str, holder: Any, key: Any, value: Any, visited: set[int]
 ) -> Iterator[tuple[str, Any, Any, Any]]:
     """Yield the numbers in one attribute, and in configurations that it holds.
+
+    The tuples are those of `attributes`.
 
     Args:
         path: Path of the attribute.
@@ -47,7 +54,8 @@ def _numbers(
 def _settings(value: Any) -> dict[str, Any] | None:
     """Return the entries of a configuration, or None if an object is none.
 
-    A configuration is a dictionary with names as keys, or an object that only holds attributes.
+    A configuration is a dictionary with names as keys, or an object that only holds attributes. The
+    result is the dictionary itself, so that writing into it changes the configuration.
     """
     if type(value) is dict:
         has_names = all(isinstance(key, str) and key.isidentifier() for key in value)

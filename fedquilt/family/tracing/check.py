@@ -86,10 +86,21 @@ def check_members(
 def _widened(
     module: nn.Module, inputs: tuple[Any, ...], traced: Traced, layout: Layout, problem: Mismatch
 ) -> Layout | None:
-    """Return the layout with a least width of two, if members fail with a single channel only.
+    """Return the layout with a least width of two for the axes that fail with a single channel.
 
-    Standardized convolutions need two inputs, and `x.squeeze()` drops a dimension of one. None is
-    returned if that is not the cause.
+    Standardized convolutions need two inputs, and `x.squeeze()` drops a dimension of one. Members
+    are checked again after each change, until all of them work.
+
+    Args:
+        module: The module, which does not change.
+        inputs: Example inputs.
+        traced: Result of tracing, with the module's runs.
+        layout: Layout whose members do not all follow the axes.
+        problem: First mismatch of these members.
+
+    Returns:
+        A new layout, with a note about each change. None: single channels are not the cause of some
+        mismatch.
     """
     notes = list(layout.notes)
     current: Mismatch | None = problem
@@ -116,7 +127,18 @@ def _widened(
 def _first_mismatch(
     module: nn.Module, inputs: tuple[Any, ...], traced: Traced, layout: Layout
 ) -> Mismatch | None:
-    """Return the first mismatch of members with uneven, least and possibly branching widths."""
+    """Return the first mismatch of several members, or None if all of them follow the axes.
+
+    Members are tried with uneven widths, then with the least widths. Last come widths at which
+    sizes become equal that Python found unequal. A mismatch there means another branch, so that it
+    names the axis.
+
+    Args:
+        module: The module, which does not change.
+        inputs: Example inputs.
+        traced: Result of tracing, with the module's runs.
+        layout: Layout from which members are built. Fixed axes keep their sizes.
+    """
     free = [axis for axis in layout.axes.values() if not axis.fixed]
     numbers = Numbers()
     for widths in (_uneven(free), *_narrowest(free)) if free else ():
@@ -139,9 +161,20 @@ def _mismatch(
     cut_widths: Mapping[str, int],
     numbers: Numbers,
 ) -> Mismatch | None:
-    """Return the call in which a member does not follow its axes. None: there is none.
+    """Build one member, and return the call in which it does not follow its axes.
 
-    `cut_widths` has the axes of which the member has fewer channels than the module.
+    The member runs once for every recorded run of the module.
+
+    Args:
+        module: The module, which does not change.
+        inputs: Example inputs.
+        traced: Result of tracing, with the module's runs.
+        layout: Layout from which the member is built.
+        cut_widths: Widths of the axes that are cut, by name. All other axes keep their sizes.
+        numbers: Numbers that depend on a member's widths. New ones are added while it learns.
+
+    Returns:
+        The first mismatch, with all widths of the member. None: there is none.
     """
     constants = {
         name: buffer
@@ -169,9 +202,9 @@ def _mismatch(
 
 
 def _uneven(free: Sequence[Axis]) -> dict[str, int]:
-    """Return about half of each axis, with a different share for each.
+    """Return a width of about half of each axis, by name, with a different share for each.
 
-    Equal shares would hide a confusion of two axes.
+    Equal shares would hide a confusion of two axes. No width is below the least width of its axis.
     """
     shares = (0.38 + 0.24 * (number * 0.618 % 1) for number in range(len(free)))
     return {
@@ -181,9 +214,10 @@ def _uneven(free: Sequence[Axis]) -> dict[str, int]:
 
 
 def _narrowest(free: Sequence[Axis]) -> list[dict[str, int]]:
-    """Return the least width of every axis. Where it is two, three is tried as well.
+    """Return one or two sets of widths by axis name: the least widths, and a variant of them.
 
-    A width of two may work by being even.
+    The variant exists if some axes have a least width above one. Those axes have three channels in
+    it, because a width of two may work by being even.
     """
     smallest = {axis.name: axis.least for axis in free}
     odd = {axis.name: min(3, axis.size) for axis in free if axis.least > 1}
@@ -193,7 +227,8 @@ def _narrowest(free: Sequence[Axis]) -> list[dict[str, int]]:
 def _meetings(traced: Traced, layout: Layout) -> list[dict[str, int]]:
     """Return widths at which sizes become equal that Python compared and found unequal.
 
-    Members of these widths may take another branch.
+    Members of these widths may take another branch. Each dictionary has the width of a single axis
+    by name. All other axes keep their sizes. Fixed axes are not tried.
     """
     meetings: dict[tuple[str, int], None] = {}
     for pair in dict.fromkeys(traced.unlike):

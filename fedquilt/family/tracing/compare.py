@@ -29,7 +29,11 @@ class Mismatch:
     widths: Mapping[str, int] = field(default_factory=dict)  # Widths of the member
 
     def suspects(self, traced: Traced) -> list[str]:
-        """Return the axes that the call has, or else all axes of its layer."""
+        """Return the names of the axes that may be the cause, without duplicates.
+
+        They are `axes` if these are known. Otherwise they are all axes of the inputs and outputs of
+        `call`, and of the calls in `layer`.
+        """
         if self.axes:
             return list(self.axes)
         values = [*self.call.inputs, *self.call.outs]
@@ -54,7 +58,18 @@ class Numbers:
     complete: bool = False  # True once members of all kinds of widths have run
 
     def difference(self, call: Call, member_call: Call) -> str | None:
-        """Describe the number of a member's call that differs, or learn that it varies."""
+        """Return a description of a number that should be equal in a member's call and is not.
+
+        Before `complete` is True, numbers that differ are added to `varying`, and None is returned.
+        Afterwards, numbers in `varying` may differ.
+
+        Args:
+            call: Call of the module.
+            member_call: The corresponding call of the member.
+
+        Returns:
+            Phrase such as "3, not 2" about the first such number. None: there is none.
+        """
         pairs = zip(self._of(call), self._of(member_call), strict=False)
         different = [
             (position, expected, actual)
@@ -132,9 +147,20 @@ def compare(
 def _aligned(
     expected: Sequence[Call], actual: Sequence[Call], sources: _Sources
 ) -> Iterator[tuple[Call | None, Call | None]]:
-    """Pair the calls of the module with those of a member, up to the first without a partner.
+    """Yield pairs of corresponding calls of the module and of a member, in order.
 
-    Calls that make constants may be missing in one run, because forward caches a table.
+    Copies are left out. Calls that make constants may be missing in one run, because forward caches
+    a table. Such calls without a partner are skipped. The first other call without a partner ends
+    the sequence.
+
+    Args:
+        expected: Calls of the module.
+        actual: Calls of the member.
+        sources: Receives the calls of the member that are skipped.
+
+    Yields:
+        (call of the module, call of the member). The last pair may have None, or two calls that
+        differ.
     """
     calls, member_calls = deque(visible_calls(expected)), deque(visible_calls(actual))
     while calls or member_calls:
@@ -159,7 +185,8 @@ def _aligned(
 def _line(call: Call) -> str:
     """Return the line of a call that makes a constant, and "" for other calls.
 
-    A member may have more or fewer calls that make constants.
+    A member may have more or fewer calls that make constants. They are therefore paired by their
+    lines.
     """
     return call.where if call.constant else ""
 
@@ -179,7 +206,10 @@ class _Sources:
                 self.skip(call)
 
     def skip(self, call: Call) -> None:
-        """Treat the result of a copy as the tensor that was copied."""
+        """Treat the result of a call as its first input, as for a copy.
+
+        A call without tensors among its arguments has no effect.
+        """
         if call.inputs:
             self._originals[call.outs[0]] = self._original(call.inputs[0])
 
@@ -187,7 +217,19 @@ class _Sources:
         return self._originals.get(value, value)
 
     def difference(self, call: Call, member_call: Call) -> str | None:
-        """Describe what the member's call is computed from, if it differs from the module's."""
+        """Return a description of what a member's call is computed from, if that is not the same.
+
+        Constants are not compared. If the inputs correspond, the outputs of both calls are noted as
+        corresponding.
+
+        Args:
+            call: Call of the module.
+            member_call: The call of the member that is compared with it.
+
+        Returns:
+            Phrase such as "2 tensors, not 1", or the name of another weight. None: the inputs
+            correspond.
+        """
         if len(call.inputs) != len(member_call.inputs):
             return f"{len(member_call.inputs)} tensors, not {len(call.inputs)}"
         for value, member_value in zip(call.inputs, member_call.inputs, strict=True):
@@ -212,7 +254,10 @@ def _is_needless(call: Call) -> bool:
 
 
 def visible_calls(calls: Sequence[Call]) -> list[Call]:
-    """Return the calls without copies, which torch makes or not depending on strides."""
+    """Return the calls that are not copies (`clone`, `alias`, `detach`, `contiguous`), in order.
+
+    torch makes copies or not depending on strides, so that they say nothing about the computation.
+    """
     return [call for call in calls if call.op.overloadpacket not in _COPIES]
 
 

@@ -39,7 +39,7 @@ class CutPoint:
 
     @property
     def depth(self) -> int:
-        """Return the number of modules around the named one."""
+        """Return the number of modules between the traced module and the named one."""
         return _depth(self.name)
 
     @property
@@ -54,7 +54,11 @@ def _depth(path: str) -> int:
 
 
 def channel_dim(value: Value) -> int:
-    """Return the dimension that carries the channels: the one with an axis, else the second."""
+    """Return the number of the dimension that carries the channels.
+
+    It is the only dimension behind the batch that has an axis. If there are none or several, it is
+    the second one.
+    """
     carrying = [dim for dim in range(1, len(value.shape)) if not is_plain(value.dims[dim])]
     return carrying[0] if len(carrying) == 1 else min(1, len(value.shape) - 1)
 
@@ -98,7 +102,7 @@ class Reads:
         return value not in self._made and value.weight is None and not value.constant
 
     def _join(self, call: Call) -> None:
-        """Note that a view shares memory with what it was taken from."""
+        """Note that the outputs of a view share memory with its first input."""
         shared = self._aliases.setdefault(call.inputs[0], [call.inputs[0]])
         for view in call.outs:
             if view not in shared:
@@ -106,7 +110,14 @@ class Reads:
             self._aliases[view] = shared
 
     def _mark(self, call: Call, number: int) -> None:
-        """Note that a call's outputs depend on the inputs, and so does all that it writes to."""
+        """Note that a call's outputs depend on the inputs.
+
+        If the call writes in place, so do all views of the same memory.
+
+        Args:
+            call: Call whose result depends on the inputs.
+            number: Position of the call in the run.
+        """
         for value in call.outs:
             written = self._aliases.get(value, [value]) if call.op._schema.is_mutable else [value]
             for target in written:
@@ -114,9 +125,12 @@ class Reads:
                     self._from_data.setdefault(target, number)
 
     def crossing(self, visit: Visit) -> list[Value]:
-        """Return the values that are computed before a module ends and read after it.
+        """Return the data that is computed before a module ends and read after it.
 
-        The output of the module is not among them.
+        The output of the module is not among them, and neither are weights and constants.
+
+        Args:
+            visit: Execution of the module.
         """
         return [
             value
@@ -125,11 +139,17 @@ class Reads:
         ]
 
     def maker(self, value: Value) -> Call:
-        """Return the operation that computed a value from the inputs."""
+        """Return the operation from which on a value depends on the inputs.
+
+        The value must have been computed from the inputs.
+        """
         return self.run.calls[self._from_data[value]]
 
     def is_computed(self, value: Value) -> bool:
-        """Return True if a value was computed from the inputs."""
+        """Return True if a value was computed from the inputs or from random numbers.
+
+        Inputs themselves, weights and constants give False.
+        """
         return value in self._from_data
 
 
@@ -144,7 +164,11 @@ def _values(tree: object) -> list[Value]:
 
 
 def find_cuts(run: Run) -> list[CutPoint]:
-    """Return all cut points of a run in order, without the module's own output."""
+    """Return all cut points of a run in order, without the module's own output.
+
+    A module counts if it runs once and returns one tensor of at least two dimensions that is
+    computed from the inputs. No other such value from before its end may be read later.
+    """
     reads = Reads(run)
     macs = _cumulative_macs(run.calls)
     times = Counter(visit.path for visit in run.visits)
@@ -242,9 +266,15 @@ def propose(cuts: Sequence[CutPoint], count: int, run: Run) -> list[CutPoint]:
 
 
 def _outermost(options: Sequence[CutPoint], marked: Sequence[int], count: int) -> list[int]:
-    """Return the marked candidates and the outermost others.
+    """Return the candidates that may end a stage, as ascending indices in `options`.
 
-    As few levels of modules are taken as give `count` candidates.
+    These are the marked ones and all others up to some depth of modules. The depth is the smallest
+    that gives `count` candidates.
+
+    Args:
+        options: Possible ends of stages, in order.
+        marked: Indices of candidates that are always included.
+        count: Number of candidates that are needed at least.
     """
     depth = 0
     while True:
@@ -257,11 +287,14 @@ def _outermost(options: Sequence[CutPoint], marked: Sequence[int], count: int) -
 
 
 def candidates(cuts: Sequence[CutPoint]) -> list[CutPoint]:
-    """Return one cut for each convolution or product.
+    """Return one cut for each convolution or product, in order.
 
-    Of the cuts before the next one, it is the outermost, and the last of those. Cuts after the
-    positions vanish, by a flattening or a mean over all of them, are left out, because heads pool
-    themselves.
+    Cuts with no convolution or product between them form a group. Of each group, the cut of the
+    outermost module is chosen, and of several the last. Cuts before the first convolution or
+    product are left out.
+
+    Within a group, cuts after the positions vanish, by a flattening or a mean over all of them, are
+    left out. Heads pool themselves.
     """
     groups: dict[int, list[CutPoint]] = {}
     for cut in cuts:
@@ -279,7 +312,15 @@ def candidates(cuts: Sequence[CutPoint]) -> list[CutPoint]:
 
 
 def vanishes(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Return True if positions are lost altogether, and not by a pooling over a few."""
+    """Return True if positions are lost altogether, and not by a pooling over a few.
+
+    With an equal number of dimensions, all sizes must become 1, and one must have been above 2.
+    With unequal numbers, there must be fewer positions, or no dimension left.
+
+    Args:
+        before: Sizes of all dimensions but the batch's and the channels'.
+        after: The same sizes at a later cut.
+    """
     if len(before) != len(after):
         return _are_fewer(before, after)
     return max(after, default=1) == 1 and max(before, default=1) > 2
@@ -290,9 +331,13 @@ def _are_fewer(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
 
 
 def _shrinks(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Return True if the resolution is at most halved.
+    """Return True if some size drops to half or less, or if dimensions vanish.
 
     The small loss by a convolution without padding does not count.
+
+    Args:
+        before: Sizes of all dimensions but the batch's and the channels'.
+        after: The same sizes at a later cut.
     """
     if len(before) != len(after):
         return _are_fewer(before, after)
@@ -304,11 +349,23 @@ def _shrinks(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
 def _where_resolution_changes(
     options: Sequence[CutPoint], cuts: Sequence[CutPoint], run: Run
 ) -> list[int]:
-    """Return the numbers of the candidates at which the resolution changes.
+    """Return the candidates after which the resolution drops, as ascending indices in `options`.
 
-    A pooling ends the stage that it is in. A layer with a stride begins a stage, and so does an
-    operation that removes the positions. The stage before it ends with the last of the outermost
-    modules that have the same resolution.
+    The resolution is the size of all dimensions besides batch and channels, such as height and
+    width. It drops between two neighbouring cuts if `_shrinks` is True for them. There are two
+    cases:
+
+    (1) A pooling. No convolution or product comes between the cuts, and some resolution remains.
+    The candidate of these cuts is returned, so that the pooling belongs to the stage before it.
+
+    (2) A layer with a stride, or the loss of all resolution by a flattening or a mean. The stage
+    ends before it. Of all candidates since the last drop, the outermost module is returned, and of
+    several the last.
+
+    Args:
+        options: Possible ends of stages, as `candidates` chose them from `cuts`.
+        cuts: All cut points, in order.
+        run: The run that they were found in. Its output counts as one more cut.
     """
     assert isinstance(run.output, Value)
     end = CutPoint(("",), run.output, len(run.calls), _cumulative_macs(run.calls)[-1])

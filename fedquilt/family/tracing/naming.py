@@ -17,7 +17,11 @@ CLASS = "class"  # Name of the axis of the classes
 
 
 def first_uses(runs: Sequence[Run]) -> list[str]:
-    """Return the names of the weights, in the order in which they are first used."""
+    """Return the names of the weights that runs compute with, in the order of first use.
+
+    Each name occurs once. The name of the first run's output is added, which is "" unless a module
+    returns one of its weights.
+    """
     uses = (value.weight for run in runs for call in run.calls for value in call.inputs)
     return list(
         dict.fromkeys([name for name in uses if name is not None] + [runs[0].output.weight or ""])
@@ -29,13 +33,19 @@ def name_axes(
 ) -> dict[Atom, str]:
     """Name each axis after the first layer whose weight has it.
 
-    Layers that have the axis in their outputs are preferred.
+    Layers that have the axis in their outputs are preferred. A name that is taken gets a number, as
+    in `fc.2`. If a dimension has several atoms, the role or the position of the atom follows the
+    layer: `attn.heads`.
 
     Args:
         module: The module.
         class_dim: Dimension of the output that has the classes. Its axis is called `CLASS`.
-        weights: Dimensions of the weights, by name. Fixed atoms without a role become plain sizes.
+        weights: Dimensions of the weights, by name. Fixed atoms without a role are bound to plain
+            sizes, in-place.
         used: Names of the weights, in the order in which they are first used.
+
+    Returns:
+        Name of each atom that is an axis. Atoms of unused weights have none.
     """
     names: dict[Atom, str] = {}
     used_names: set[str] = {CLASS}
@@ -77,6 +87,13 @@ def layer_outputs(
 ) -> dict[str, tuple[str, Dim]]:
     """Return the layers that a budget is expected to narrow.
 
+    These are linear layers and convolutions with more than one output. Transposed convolutions with
+    groups are left out.
+
+    Args:
+        module: The module.
+        weights: Dimensions of its weights, by name.
+
     Returns:
         Name and output dimension of each layer, by the name of its weight.
     """
@@ -93,7 +110,14 @@ def layer_outputs(
 
 
 def output_dim(module: nn.Module, weight: str) -> int:
-    """Return the dimension of a weight that has its layer's outputs."""
+    """Return the number of the dimension of a weight that has its layer's outputs.
+
+    It is 1 for the weights of embeddings and transposed convolutions, and 0 for everything else.
+
+    Args:
+        module: Module that has the weight.
+        weight: Full name of the weight, such as "block.conv.weight".
+    """
     path, _, attribute = weight.rpartition(".")
     layer = module.get_submodule(path)
     turned = (
@@ -104,7 +128,16 @@ def output_dim(module: nn.Module, weight: str) -> int:
 
 
 def _base_name(module: nn.Module, weight: str) -> str:
-    """Return the name from which the names of a weight's axes are made: that of its layer."""
+    """Return the name from which the names of a weight's axes are made.
+
+    It is the path of the layer for weights and biases, and for layers of torch. For other
+    parameters it is their own full name. Spaces, brackets and plus signs become underscores, and a
+    bare number N becomes `layer.N`.
+
+    Args:
+        module: Module that has the weight.
+        weight: Full name of the weight.
+    """
     path, _, attribute = weight.rpartition(".")
     layer = module.get_submodule(path)
     if isinstance(layer, ParametrizationList):
@@ -115,7 +148,15 @@ def _base_name(module: nn.Module, weight: str) -> str:
 
 
 def expression(dim: Dim, names: Mapping[Atom, str]) -> Expr:
-    """Return a dimension as an expression of named axes."""
+    """Return a dimension as an expression of named axes.
+
+    Neighbouring plain sizes are multiplied. The expression of a dimension of size 1 is the number
+    1.
+
+    Args:
+        dim: Dimension, as a product of atoms, sums and plain sizes.
+        names: Names of the axes. An atom without a name counts as its size.
+    """
     factors: list[Expr] = []
     for factor in resolve(dim):
         match factor:

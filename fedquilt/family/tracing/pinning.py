@@ -41,7 +41,8 @@ def apply_rules(
         facts: Takes what the rules find out.
 
     Returns:
-        The call that pinned the outputs of a layer, by the name of the layer's weight.
+        The first call after which the outputs of a layer cannot be cut, by the name of the layer's
+        weight. Layers whose outputs can be cut are missing.
     """
     causes: dict[str, Call] = {}
     free = {name: out_channels for name, (_, out_channels) in outputs.items()}
@@ -108,13 +109,14 @@ def pin_projected(
 def settle_output(
     runs: Sequence[Run], inputs: tuple[Any, ...], class_dim: int | None, facts: Facts
 ) -> int:
-    """Unify the outputs of all runs, and return the dimension of the classes.
+    """Unify the outputs of all runs, and return the number of the class dimension, from 0 on.
 
-    All dimensions of the output keep their sizes. The class dimension keeps its axis.
+    All dimensions of the output keep their sizes. The class dimension keeps its axis if it is a
+    single atom.
 
     Args:
         runs: Runs of all variants.
-        inputs: Example inputs.
+        inputs: Example inputs. Integers in the first one mean a model of tokens.
         class_dim: Dimension of the classes. None: it is 1, or the last one for models of tokens.
         facts: Takes a note if the classes are no axis.
 
@@ -150,7 +152,15 @@ def settle_output(
 
 
 def settle(facts: Facts, heads: Heads) -> None:
-    """Decide what depends on all calls: slices of tables, split dimensions and nested groups."""
+    """Decide what depends on all calls: slices of tables, split dimensions and nested groups.
+
+    Dimensions are pinned or fixed in-place.
+
+    Args:
+        facts: Facts that the rules have collected.
+        heads: Part of a split dimension that may be cut. "inside": its last free factor. "whole":
+            its first one.
+    """
     # If one range of a table is never cut, none is. An example is a table of positions, of which
     # the range up to the example's length is used.
     changed = True
@@ -177,6 +187,8 @@ def settle(facts: Facts, heads: Heads) -> None:
 
 def inner_axes(axis_atom: Atom, facts: Facts, names: Mapping[Atom, str]) -> tuple[str, ...]:
     """Return the names of the axes inside the groups that an axis counts.
+
+    The result is empty if the axis is fixed or counts no groups. Fixed axes inside are left out.
 
     Args:
         axis_atom: The axis.

@@ -35,7 +35,13 @@ from fedquilt.terms import WHOLE
 
 @contextmanager
 def _plain_backends(grad: bool) -> Iterator[None]:
-    """Switch off fused kernels, which hide the products whose axes are traced."""
+    """Switch off fused kernels within the block, because they hide the products that are traced.
+
+    The log of failed fake operations is silenced too. All settings are restored afterwards.
+
+    Args:
+        grad: True: autograd records the operations. False: they run in inference mode.
+    """
     had_fastpath, had_onednn = (
         torch.backends.mha.get_fastpath_enabled(),
         is_onednn_enabled(),
@@ -80,7 +86,10 @@ def _same_seeds() -> Iterator[None]:
 
 
 def rehearse(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Run a copy of a module on the example itself, so that tables that forward caches are real.
+    """Run a copy of a module on the example itself, in evaluation mode on the CPU.
+
+    Tables that forward caches outside of the module then have real values, which a run on tensors
+    without data would not give. The output is dropped.
 
     The copy shares the parameters. Modules without data are not run. If the copy fails, nothing is
     raised, because tracing reports what is wrong.
@@ -172,7 +181,18 @@ def _run(
     inputs: tuple[Any, ...],
     options: RunOptions,
 ) -> Run:
-    """Run a copy of a module under a recorder. The other arguments are those of `record`."""
+    """Run a copy of a module under a recorder, and return the record.
+
+    Args:
+        recorder: Records the calls of the run.
+        mode: Context in which the tensors without data are made.
+        module: The module, which does not change.
+        inputs: Example inputs, of which shapes and types are used.
+        options: Mode of the run, and what is known about weights and operations.
+
+    Raises:
+        RunError: The module fails. The error has the calls before it.
+    """
 
     def fake(tensor: Tensor) -> Tensor:
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

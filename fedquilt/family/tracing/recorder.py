@@ -67,14 +67,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def value(self, tensor: Tensor) -> Value:
         """Return the Value of a tensor.
 
-        A tensor that the run did not make is a constant, whose sizes never change.
+        A tensor that the run has not seen yet is registered with plain sizes, which are never cut.
         """
         if id(tensor) not in self._values:
             self.name(tensor, Value(tuple(tensor.shape)))
         return self._values[id(tensor)]
 
     def name(self, tensor: Tensor, value: Value) -> None:
-        """Register the Value of a tensor."""
+        """Register the Value of a tensor, and number it in the order of registration.
+
+        The tensor is kept alive, so that its id stays unique.
+        """
         value.number = len(self._values) + 1
         value.is_mask = tensor.dtype is torch.bool
         self._values[id(tensor)] = value
@@ -123,7 +126,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _is_constant(self, op: Any, args: Any, kwargs: Any) -> bool:
-        """Return True if the values of all arguments are known, as for masks and counters."""
+        """Return True if an operation can be computed, because all its arguments have known values.
+
+        Tensors with data that the run has not seen yet are registered as constants. Random
+        operations are not constant, except those that draw a single number in training.
+
+        Args:
+            op: ATen operation.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments. A device other than the CPU gives False.
+        """
         on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
         tensors = tensors_in((args, kwargs))
         for tensor in tensors:
@@ -140,7 +152,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return on_cpu and all(id(tensor) in self.constants for tensor in tensors)
 
     def _compute(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation on the values of constants."""
+        """Run an operation on the known values of its arguments, and return the real result.
+
+        All tensors among the arguments must be constants.
+        """
 
         def real(leaf: Any) -> Any:
             return self.constants[id(leaf)] if isinstance(leaf, Tensor) else leaf
@@ -149,7 +164,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return op(*pytree.tree_map(real, args), **pytree.tree_map(real, kwargs))
 
     def _forget(self, written: Sequence[Tensor]) -> None:
-        """Drop constants into which data was written, and all that share their memory."""
+        """Drop the values of constants into which data was written.
+
+        Constants that share memory with them are dropped too.
+
+        Args:
+            written: Tensors that an operation returned. Those that are no constants have no effect.
+        """
         for tensor in written:
             if id(tensor) in self.constants:
                 storage = self.constants[id(tensor)].untyped_storage()._cdata
@@ -213,11 +234,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def read_values(self, tree: Any) -> Any:
-        """Return values in place of tensors, and note that they are read."""
+        """Return a nested structure with Values for tensors, and note that they are read.
+
+        All else in the structure is kept.
+        """
         return pytree.tree_map(self._read_value, tree)
 
     def values_in(self, tree: Any) -> Any:
-        """Return values in place of the run's tensors, and None for all else.
+        """Return a nested structure with Values for the run's tensors, and None for all else.
 
         The values do not count as read.
         """
@@ -226,13 +250,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def enter(self, path: str, inputs: Any) -> None:
-        """Note that a module begins to run."""
+        """Note that a module begins to run.
+
+        Args:
+            path: Name of the module.
+            inputs: (args, kwargs) of its call.
+        """
         self.layers.append(path)
         around = self.open_visits[-1] if self.open_visits else None
         self.open_visits.append(Visit(path, len(self.calls), self.values_in(inputs), around))
 
     def leave(self, output: Any) -> None:
-        """Note that a module has ended. Its output is None if it raised."""
+        """Note that the innermost running module has ended.
+
+        If an exception passes it, `failed` gets its name, unless a module inside it has failed
+        before. The end of a stage (`StageEnd`) is no failure.
+
+        Args:
+            output: Output of the module. None: it raised, or returned None.
+        """
         path = self.layers.pop()
         visit = self.open_visits.pop()
         visit.stop = len(self.calls)
@@ -249,20 +285,28 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _run_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on tensors without data, a recurrent layer on few of its time steps."""
+    """Run an operation on tensors without data, and return its output.
+
+    A recurrent layer runs only a few of its time steps, and its output is lengthened to all of
+    them.
+    """
     layer = RecurrentCall.of(op, args, kwargs)
     return layer.lengthened(layer.run(min(SHORT))) if layer else op(*args, **kwargs)
 
 
 @contextmanager
 def _real_tensors() -> Iterator[None]:
-    """Compute with data, and make tensors that autograd accepts after the run."""
+    """Compute with data within the block, and make tensors that autograd accepts after the run."""
     with unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def _remove_from_caches(items: list[Any]) -> None:
-    """Remove objects from dictionaries, lists and `lru_cache`s, also if they are in tuples."""
+    """Remove objects from dictionaries and lists that hold them, also if they are in tuples.
+
+    An `lru_cache` that holds one is cleared completely. Attributes of objects and globals of files
+    are left unchanged.
+    """
     if not items:
         return
     removed = {id(item) for item in items}
@@ -307,7 +351,10 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _where() -> str:
-    """Return the innermost line of the user's code that is running, or else of torch's."""
+    """Return "file:line" of the innermost line of the user's code that is running.
+
+    Without such a line it is the innermost line of `torch.nn`, or else "torch".
+    """
     frame: FrameType | None = sys._getframe(2)
     inner = ""
     while frame is not None and frame.f_code is not call_module.__code__:
@@ -322,12 +369,18 @@ def _where() -> str:
 
 
 def call_module(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """Run a module. `_where` looks for lines of the user's code within this function only."""
+    """Run a module on its inputs, and return the output.
+
+    `_where` recognizes this function, and looks for lines of the user's code only inside it.
+    """
     return module(*inputs)
 
 
 def line_of(error: BaseException) -> str:
-    """Return the innermost line of the user's code that an exception passed."""
+    """Return "file:line" of the innermost line of the user's code that an exception passed.
+
+    Without such a line it is the innermost line of `torch.nn`, or else of any code.
+    """
     lines = [
         (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)
     ]

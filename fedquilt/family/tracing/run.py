@@ -48,7 +48,7 @@ class Call:
 
     @property
     def inputs(self) -> list[Value]:
-        """Return the tensors among the arguments."""
+        """Return the Values among the arguments in order, also from lists and keyword arguments."""
         return [
             leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)
         ]
@@ -58,7 +58,10 @@ class Call:
 
 
 def layer_name(path: str) -> str:
-    """Return a module's name as it is written in messages."""
+    """Return a module's name as it is written in messages.
+
+    An empty path is the module that was traced.
+    """
     return f"layer {path!r}" if path else "the module itself"
 
 

@@ -57,14 +57,25 @@ def fix_axes(layout: Layout, fixed: Sequence[str], module: nn.Module) -> Layout:
 
 
 def _under(layout: Layout, name: str) -> Iterator[str]:
-    """Yield the weights of a layer by their first names, or the weight itself."""
+    """Yield the names of the weights that a layer contains, or the weight of this name itself.
+
+    A tied weight is yielded by its first name, which may occur several times. Nothing is yielded if
+    `name` is neither a layer with weights nor a weight.
+    """
     for weight, first in (*((w, w) for w in layout.dims), *layout.ties.items()):
         if weight == name or weight.startswith(f"{name}."):
             yield first
 
 
 def _nearest(name: str, choices: Sequence[str]) -> str:
-    """Return a sentence with the most similar names."""
+    """Return a sentence with the up to three most similar names, for the end of a message.
+
+    If none is similar, the sentence lists the first eight choices. It begins with a space.
+
+    Args:
+        name: Name that was not found.
+        choices: Names that exist.
+    """
     choices = list(dict.fromkeys(choices))
     close = difflib.get_close_matches(name, choices, n=3, cutoff=0.4)
     if close:
@@ -75,14 +86,17 @@ def _nearest(name: str, choices: Sequence[str]) -> str:
 def weights_of_variants(
     module: nn.Module, runs: Sequence[Run], weights: Mapping[str, tuple[Dim, ...]]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the weights of every variant, or nothing for a module that has the whole model alone.
+    """Return the names of the weights of every variant, by variant.
 
     Weights that no run computes with belong to the whole model, as they do without variants.
 
     Args:
         module: The module.
         runs: Runs of all variants.
-        weights: Dimensions of the weights, by name.
+        weights: Dimensions of the weights, by name. The result has the same order.
+
+    Returns:
+        Names by variant. It is empty if the module has no variant besides the whole model.
     """
     variants = names_of(module)
     if len(variants) == 1:

@@ -44,7 +44,10 @@ class Equation:
 
     @property
     def dim(self) -> Dim | None:
-        """Return the dimension. None: no rule has described the tensor."""
+        """Return the dimension that the equation is about.
+
+        It is None if no rule has described the tensor, or if the tensor lacks the mark.
+        """
         if not self.value.described:
             return None
         if isinstance(self.mark, int):
@@ -158,7 +161,10 @@ class Size(int):
 
 
 def _instruction() -> tuple[int, int]:
-    """Return the instruction that the caller's caller executes."""
+    """Return the bytecode instruction that the caller's caller executes.
+
+    It is identified by the id of the frame and the offset in its code.
+    """
     frame = sys._getframe(2)
     return id(frame), frame.f_lasti
 
@@ -175,7 +181,7 @@ def _poly(value: int) -> Poly:
 
 
 def _times(a: Powers, b: Powers) -> Powers:
-    """Multiply two monomials."""
+    """Return the product of two monomials, sorted by `_rank` and without powers of zero."""
     powers = dict(a)
     for leaf, power in b:
         powers[leaf] = powers.get(leaf, 0) + power
@@ -183,9 +189,10 @@ def _times(a: Powers, b: Powers) -> Powers:
 
 
 def _rank(item: tuple[Leaf, int]) -> tuple[int, int, str]:
-    """Return a sort key that does not depend on addresses or hash seeds.
+    """Return a sort key for a leaf with its power. The power has no effect.
 
-    Tracing a module twice therefore gives the same layout.
+    The key does not depend on addresses or hash seeds, so that tracing a module twice gives the
+    same layout.
     """
     leaf, _ = item
     return (0, 0, leaf) if isinstance(leaf, str) else (leaf[0].number, leaf[1], "")
@@ -205,7 +212,15 @@ class Trail(TorchFunctionMode):
         self._inside: set[object] = set()  # Python functions of torch that are running
 
     def attach(self, module: nn.Module, value: Callable[[Tensor], Value]) -> None:
-        """Replace every number that the module keeps by one that remembers its path."""
+        """Replace every number in the module's attributes by one that remembers its path, in-place.
+
+        Floats become `Scale`, integers above 1 become `Size`. Lists and tuples of integers are
+        replaced entry by entry.
+
+        Args:
+            module: Copy of the module that will run.
+            value: Returns the Value of a tensor of the run.
+        """
         self.value = value
         for path, holder, key, number_or_sizes in list(attributes(module)):
             if isinstance(number_or_sizes, float):
@@ -219,7 +234,14 @@ class Trail(TorchFunctionMode):
                 )
 
     def size(self, value: int, leaf: Leaf) -> int:
-        """Return a number that remembers its origin. Sizes of 0 and 1 do not."""
+        """Return a number as a `Size` that remembers its origin.
+
+        Numbers below 2 are returned unchanged.
+
+        Args:
+            value: The number.
+            leaf: Its origin: a dimension of a tensor, or the path of an attribute.
+        """
         return Size.of(value, {((leaf, 1),): Fraction(1)}, self) if value > 1 else value
 
     def shape(self, tensor: Tensor) -> torch.Size:
@@ -273,9 +295,10 @@ class Trail(TorchFunctionMode):
 
 @cache
 def _unguarded(func: types.FunctionType) -> Callable[..., Any]:
-    """Return a Python function of torch without its hand-over to modes.
+    """Return a copy of a Python function of torch that does not look for overriding modes.
 
-    The operations inside the function can then be followed.
+    Its body then runs at once, so that `Trail` can follow the operations inside it. Results are
+    cached by function.
     """
     checks = {name for name in func.__globals__ if name.startswith("has_torch_function")}
     namespace = {**func.__globals__, **dict.fromkeys(checks, lambda *_: False)}
@@ -299,7 +322,13 @@ _USES: dict[str, _Use] = {}
 
 
 def _use(*names: str) -> Callable[[_Use], _Use]:
-    """Register how functions or methods of torch use sizes."""
+    """Return a decorator that registers how functions or methods of torch use sizes.
+
+    The decorated function is called after torch's, with the trail, the result and all arguments.
+
+    Args:
+        names: Names of torch's functions or methods, such as "view".
+    """
 
     def register(use: _Use) -> _Use:
         _USES.update(dict.fromkeys(names, use))

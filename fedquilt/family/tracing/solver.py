@@ -69,7 +69,10 @@ def solve_sizes(
 
 
 def _attribute_values(module: nn.Module) -> dict[str, int]:
-    """Return the numbers that a module keeps, by path. Entries of a tuple have their own paths."""
+    """Return the numbers that a module keeps, by path.
+
+    Entries of a tuple or list have their own paths, such as "pool.size.0".
+    """
     values: dict[str, int] = {}
     for path, _, _, attribute in attributes(module):
         if isinstance(attribute, (tuple, list)):
@@ -80,7 +83,15 @@ def _attribute_values(module: nn.Module) -> dict[str, int]:
 
 
 def _scaled_dims(scale: Scale, facts: Facts) -> Iterator[Dim]:
-    """Yield the dimensions that products of the scale's layer sum over, if it is their root."""
+    """Yield the dimensions whose size has a scale as its root or inverse root.
+
+    Only dimensions that batched products in the scale's own layer sum over are considered.
+    Dimensions that are never cut are left out.
+
+    Args:
+        scale: Float attribute of a layer, such as the scale of attention.
+        facts: Facts about dimensions, with those that products sum over.
+    """
     layer = scale.path.rpartition(".")[0]
     for product_layer, dim in facts.contracted:
         if product_layer != layer or not is_free(dim):
@@ -92,9 +103,17 @@ def _scaled_dims(scale: Scale, facts: Facts) -> Iterator[Dim]:
 def _layer_sizes(
     module: nn.Module, weights: Mapping[str, tuple[Dim, ...]]
 ) -> Iterator[tuple[str, Dim]]:
-    """Yield the attributes of torch's layers that hold sizes of their weights.
+    """Yield the attributes of torch's layers that hold sizes of their weights, with the dimensions.
 
-    They need no search, because the layers of a member are resized by rules (`build.py`).
+    Linear layers and convolutions without groups are covered. They need no search, because the
+    layers of a member are resized by rules (`build.py`).
+
+    Args:
+        module: The module.
+        weights: Dimensions of its weights, by name.
+
+    Yields:
+        (path of the attribute, such as "fc.in_features", and its dimension).
     """
     for path, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
@@ -123,14 +142,20 @@ class _Solver:
     solved: dict[str, Dim] = field(default_factory=dict)
 
     def dim_of(self, leaf: Leaf) -> Dim | None:
-        """Return the dimension that a leaf is, or None if it is unknown."""
+        """Return the dimension that a leaf is, or None if it is unknown.
+
+        A leaf is a dimension of a tensor, or the path of an attribute.
+        """
         if isinstance(leaf, str):
             return self.layer_sizes.get(leaf) or self.solved.get(leaf)
         value, dim = leaf
         return resolve(value.dims[dim]) if value.described else None
 
     def evaluate(self, poly: Poly) -> Dim | None:
-        """Return the dimension that a size equals, or None if it is no single known dimension."""
+        """Return the dimension that a size equals, or None if it is no single known dimension.
+
+        A constant is a plain dimension. Sums, products and quotients give None.
+        """
         match [(powers, factor) for powers, factor in poly.items()]:
             case [(((leaf, 1),), factor)] if factor == 1:
                 return self.dim_of(leaf)
@@ -156,7 +181,12 @@ class _Solver:
         return plain(self.values[leaf] if isinstance(leaf, str) else leaf[0].shape[leaf[1]])
 
     def solve(self, poly: Poly, dim: Dim) -> None:
-        """Make `poly` the size of `dim`. For 2·a·b⁻¹ that is a = (b dim) / 2."""
+        """Apply the equation that `poly` is the size of `dim`, by solving it for one leaf.
+
+        For 2·a·b⁻¹ that is a = (b dim) / 2. If the leaf is an attribute without a dimension, the
+        result is stored in `solved`. If it has a dimension, that is unified with the result. An
+        equation that cannot be solved has no effect.
+        """
         isolated = self._isolate(poly, dim)
         if isolated is None:
             return
@@ -169,7 +199,12 @@ class _Solver:
             unify(*_cancel(leaf_dim, quotient))
 
     def _isolate(self, poly: Poly, dim: Dim) -> tuple[Leaf, Dim] | None:
-        """Solve `poly` = `dim` for one leaf. None: there is not exactly one unknown."""
+        """Solve `poly` = `dim` for one leaf, and return the leaf and its dimension.
+
+        Of several unsolved leaves, all that have a dimension are divided out until one leaf is
+        left. The result is None if `poly` is a sum, if several unknown leaves remain, if a leaf has
+        a power that cannot be solved for, or if a division leaves a remainder.
+        """
         if len(poly) != 1:
             return None
         ((powers, factor),) = poly.items()
@@ -214,7 +249,15 @@ def _cancel(a: Dim, b: Dim) -> tuple[Dim, Dim]:
 
 
 def _divide(dim: Dim, factor: Dim) -> Dim | None:
-    """Return a product divided by one of its factors, or None if it is no factor."""
+    """Return a product divided by a factor, or None if this is not possible.
+
+    A factor with axes must occur in the product. A plain factor may be split off an atom. The
+    split-off part is pinned, because the code fixes its size.
+
+    Args:
+        dim: The product.
+        factor: The divisor.
+    """
     dim, factor = resolve(dim), resolve(factor)
     if not is_plain(factor):
         for position in range(len(dim) - len(factor) + 1):

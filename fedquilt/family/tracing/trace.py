@@ -108,9 +108,12 @@ def trace_stages(family: Family, stages: int | str | Sequence[str] | None) -> Fa
     """Trace a family's module again, with the stages of a growing model as variants.
 
     Args:
-        family: The family.
+        family: The family, which does not change.
         stages: Stages as in `fedquilt.with_stages`. None: those that the model declares. For a
             model that declares none, up to four are found.
+
+    Returns:
+        A new family of the same module, traced with the same options.
 
     Raises:
         TraceError: The family was not traced in this process, or has other variants.

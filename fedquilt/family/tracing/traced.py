@@ -25,7 +25,12 @@ class Traced:
     unlike: Sequence[tuple[Terms, Terms]]  # Sizes that Python compared and that were unequal
 
     def predict(self, dim: Dim, widths: Mapping[str, int]) -> int:
-        """Return the length that a dimension of the run has in a member of these widths."""
+        """Return the length that a dimension of the run has in a member.
+
+        Args:
+            dim: Dimension, as a product of atoms, sums and plain sizes.
+            widths: Width of every axis in the member, by name.
+        """
         total = 1
         for factor in resolve(dim):
             match factor:
@@ -38,7 +43,12 @@ class Traced:
         return total
 
     def evaluate(self, terms: Terms, widths: Mapping[str, int]) -> int:
-        """Return a size that Python computes in a member. Quotients are rounded down."""
+        """Return the value of a size that Python computes in a member, rounded down.
+
+        Args:
+            terms: The size, as a sum of products of dimensions.
+            widths: Width of every axis in the member, by name.
+        """
         total = Fraction(0)
         for factor, powers in terms:
             for dim, power in powers:

@@ -150,7 +150,14 @@ def trace_runs(
 
 
 def _unused_notes(module: nn.Module, run: Run, used: Sequence[str]) -> list[str]:
-    """Return sentences about constants that Python reads, and about weights without a use."""
+    """Return sentences about constants that Python reads, and about parameters without a use.
+
+    Args:
+        module: The module.
+        run: Run whose reads of constants are listed, with one sentence for each.
+        used: Names of the weights that a run computes with. One sentence lists all other
+            parameters.
+    """
     notes = [
         f"Python reads a constant in {line}: every member takes that branch" for line in run.reads
     ]
@@ -163,7 +170,7 @@ def _unused_notes(module: nn.Module, run: Run, used: Sequence[str]) -> list[str]
 def _uncut_notes(
     outputs: Mapping[str, tuple[str, Dim]], used: Sequence[str], causes: Mapping[str, Call]
 ) -> list[str]:
-    """Return a sentence about the layers whose outputs are never cut, if there are any.
+    """Return one sentence about the layers whose outputs are never cut, or an empty list.
 
     Args:
         outputs: Name and output dimension of each layer, by the name of its weight.
@@ -199,7 +206,10 @@ def _refuse(module: nn.Module) -> None:
 
 
 def _ties(module: nn.Module) -> dict[str, str]:
-    """Return the first name of every tied weight, by its other names."""
+    """Return the first name of every tied parameter or buffer, by each of its other names.
+
+    Tensors with a single name are left out.
+    """
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     named = (
@@ -213,7 +223,7 @@ def _ties(module: nn.Module) -> dict[str, str]:
 
 
 def _counters(module: nn.Module) -> set[str]:
-    """Return the names of the batch counters of norms, which are no weights."""
+    """Return the full names of `num_batches_tracked` in norms, which are no weights."""
     names = set()
     for path, layer in module.named_modules():
         if isinstance(layer, _NormBase):
@@ -230,8 +240,16 @@ def _runs(
 ) -> tuple[Run, ...]:
     """Return the runs of every variant in evaluation and in training. The whole model comes first.
 
-    In training a module may use heads and noise that evaluation does not have. Runs share their
-    atoms, so that axes are common to all variants.
+    In training a module may use heads and noise that evaluation does not have. A run in training
+    that cannot be recorded is left out. Runs share their atoms, so that axes are common to all
+    variants.
+
+    Args:
+        module: The module, which does not change.
+        weights: Dimensions of its weights, by name.
+        inputs: Example inputs.
+        trail: Follows the sizes that Python reads in the runs.
+        facts: Takes a note about every run that is left out.
     """
     runs: list[Run] = []
     for variant in names_of(module):

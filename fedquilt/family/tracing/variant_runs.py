@@ -120,7 +120,12 @@ def record_evaluation(
 
 
 def _require_one_tensor(run: Run, kind: str) -> None:
-    """Refuse a module that does not return one tensor."""
+    """Refuse a run whose module does not return exactly one tensor.
+
+    Args:
+        run: Run of the module.
+        kind: Name of the module's class, for the message.
+    """
     if not isinstance(run.output, Value):
         raise TraceError(
             f"{kind} returns a {type(run.output).__name__}{' in training' if run.train else ''}, "
@@ -135,7 +140,11 @@ def first_line(error: BaseException | None) -> str:
 
 
 def small_constants(module: nn.Module) -> dict[str, Tensor]:
-    """Return the small buffers that are no norm statistics, such as masks."""
+    """Return the small buffers by name, such as masks, without those of norms.
+
+    A buffer is small if it has at most `MAX_CONSTANT_SIZE` elements. All buffers of batch and
+    instance norms are left out, and so are buffers without data.
+    """
     small = {
         name: buffer
         for name, buffer in module.named_buffers()
@@ -146,5 +155,5 @@ def small_constants(module: nn.Module) -> dict[str, Tensor]:
 
 
 def has_rule(op: Any) -> bool:
-    """Return True if an operation has a rule."""
+    """Return True if an ATen operation has a rule of its own or is point-wise."""
     return find_rule(op) is not None

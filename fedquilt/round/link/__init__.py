@@ -86,7 +86,11 @@ class Link:
 
     @classmethod
     def preset(cls, name: str) -> Link:
-        """Return a predefined link by its name, such as `lossy-mild`."""
+        """Return a predefined link by its name, such as `lossy-mild`.
+
+        Raises:
+            ConfigError: There is no such link.
+        """
         if name not in cls.presets:
             raise ConfigError(f"there is no link named {name!r}.{nearest(name, cls.presets)}")
         return cls.presets[name]
@@ -111,24 +115,32 @@ class Link:
 
     @property
     def tracks(self) -> bool:
-        """Return True if both sides must keep what a client received last.
+        """Return True if server and clients must both keep the weights that a client received last.
 
-        It may differ from what the server sent in this round.
+        A codec codes changes from them. They may differ from what the server sent in this round,
+        because values got lost or downloads are coded.
         """
         return self.coder is not None and (self.lossy or self.coder.down)
 
     @property
     def has_fixed_length(self) -> bool:
-        """Return True if the length of a message does not depend on the values that are sent."""
+        """Return True if the length of a message does not depend on the values that are sent.
+
+        It may depend on the number of values, and on which of them arrive.
+        """
         return self.coder is None or self.coder.has_fixed_length
 
     @property
     def deadline(self) -> float | None:
-        """Return the seconds that clients of a round have. None: the server waits for all."""
+        """Return the simulated seconds that a client has for its round, or None for no limit."""
         return None if self.clock is None else self.clock.deadline
 
     def check(self, num_clients: int) -> None:
-        """Refuse per-client values whose number does not fit `num_clients` clients."""
+        """Refuse per-client lists of loss and clock whose length does not divide `num_clients`.
+
+        Raises:
+            ConfigError: Names the setting.
+        """
         for setting in (self.loss, self.clock):
             if setting is not None:
                 setting.check(num_clients)
@@ -155,11 +167,13 @@ class Link:
     ) -> Arrival:
         """Send a payload to a client of a simulation, and return what arrives.
 
+        The payload is coded if the codec codes downloads, and the loss may drop some of it.
+
         Args:
             payload: What the server sends.
             transmission: Client, round and direction.
-            reference: Weights that both sides know the client received before. Changes from
-                them are coded.
+            reference: Weights that both sides know the client received before. Changes from them
+                are coded.
         """
         return self._carry(payload, transmission, reference, NOTHING)
 
@@ -171,6 +185,8 @@ class Link:
         residual: Weights = NOTHING,
     ) -> Arrival:
         """Send a payload of a simulated client to the server, and return what arrives.
+
+        The payload is coded if the link has a codec, and the loss may drop some of it.
 
         Args:
             payload: What the client sends.
@@ -225,7 +241,7 @@ class Link:
         transmission: Transmission,
         reference: Weights = NOTHING,
     ) -> Unpacked:
-        """Return the payload that a packet has.
+        """Return the payload that a packet has, decoded, at the positions that arrived.
 
         Args:
             packet: What arrived.
@@ -238,7 +254,10 @@ class Link:
     def error(
         self, packet: Packet, unpacked: Unpacked, payload: Payload, transmission: Transmission
     ) -> Weights | None:
-        """Return the error of coding at the values that arrived. None: there is no error feedback.
+        """Return the error of coding by weight, at the positions that arrived.
+
+        It is the change that was to be sent minus the decoded one. None: there is no error
+        feedback, or no weight was coded.
 
         Args:
             packet: What the sender packed.
@@ -255,7 +274,10 @@ class Link:
         ).weights
 
     def codec_of(self, transmission: Transmission) -> BaseCodec | None:
-        """Return the codec of a `transmission`, or None if nothing is coded in its direction."""
+        """Return the codec of a `transmission`, or None if nothing is coded in its direction.
+
+        Downloads are coded only if the codec says so (`BaseCodec.down`).
+        """
         return self.coder if self.coder and (transmission.up or self.coder.down) else None
 
 

@@ -64,19 +64,23 @@ class Clock:
         check_lengths(self, num_clients, "down", "up", "latency", "compute")
 
     def slowest(self, costs: Mapping[int, tuple[int, ...]], copies: int = 1) -> float:
-        """Return the seconds of the slowest client, or 0 if there is none.
+        """Return the seconds that the slowest client takes, or 0 if there is no client.
 
         Args:
-            costs: Bytes received, bytes sent and multiply-adds of each client.
+            costs: Bytes received, bytes sent and multiply-adds of each client, by its number.
+                Further values are ignored.
             copies: Factor by which bytes are multiplied. 1 has no effect.
         """
         return max(self.times(costs, copies).values(), default=0.0)
 
     def late(self, costs: Mapping[int, tuple[int, ...]], copies: int = 1) -> dict[int, float]:
-        """Return the seconds of each client that takes longer than the deadline.
+        """Return the seconds of each client that takes longer than the deadline, by its number.
+
+        The result is empty if there is no deadline.
 
         Args:
-            costs: Bytes received, bytes sent and multiply-adds of each client.
+            costs: Bytes received, bytes sent and multiply-adds of each client, by its number.
+                Further values are ignored.
             copies: Factor by which bytes are multiplied. 1 has no effect.
         """
         if self.deadline is None:
@@ -88,10 +92,11 @@ class Clock:
         }
 
     def times(self, costs: Mapping[int, tuple[int, ...]], copies: int = 1) -> dict[int, float]:
-        """Return the seconds that each client takes.
+        """Return the seconds that each client takes to receive, train and send, by its number.
 
         Args:
-            costs: Bytes received, bytes sent and multiply-adds of each client.
+            costs: Bytes received, bytes sent and multiply-adds of each client, by its number.
+                Further values are ignored.
             copies: Factor by which bytes are multiplied. 1 has no effect.
         """
         return {
@@ -101,6 +106,8 @@ class Clock:
 
     def seconds(self, client: int, bytes_down: int, bytes_up: int, macs: int) -> float:
         """Return the seconds that a client needs to receive, to train and to send.
+
+        Two latencies are included. Training takes no time if `compute` is 0.
 
         Args:
             client: Number of the client.
@@ -116,7 +123,10 @@ class Clock:
 
 
 def _speed(value: PerClient) -> str:
-    """Return one or more speeds in bits per second as text, with a fitting unit."""
+    """Return one or more speeds as text with a fitting unit, such as `20 Mbit/s`.
+
+    Speeds are in bits per second. Several are joined by commas.
+    """
     if isinstance(value, tuple):
         return ", ".join(map(_speed, value))
     size, unit = next((entry for entry in _UNITS if value >= entry[0]), _UNITS[-1])

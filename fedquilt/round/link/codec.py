@@ -60,12 +60,12 @@ class ChangeSpec:
 
     @property
     def lengths(self) -> list[int]:
-        """Return the number of values of every tensor."""
+        """Return the number of values of every tensor, in the order of the vector."""
         return [shape.numel() for shape in self.shapes.values()]
 
     @property
     def count(self) -> int:
-        """Return the number of values of the change."""
+        """Return the number of values of the change, over all tensors."""
         return sum(self.lengths)
 
 
@@ -180,7 +180,7 @@ class Codec(BaseCodec):
         return True
 
     def kept(self, count: int) -> int:
-        """Return how many of `count` values are sent."""
+        """Return how many of `count` values are sent: the fraction `keep`, but at least one."""
         return min(count, max(1, round(self.keep * count)))
 
     @property
@@ -190,7 +190,7 @@ class Codec(BaseCodec):
 
     @property
     def _seeded(self) -> bool:
-        """Return True if a message has a seed."""
+        """Return True if messages begin with a seed, which gives mask and rotation."""
         return self.keep < 1 or self._rotates
 
     @override
@@ -233,7 +233,15 @@ class Codec(BaseCodec):
 
     @override
     def decode(self, message: Tensor, spec: ChangeSpec) -> Tensor:
-        """Return the change that a message describes. It is zero where the message has no value."""
+        """Return the change (value,) that a message describes.
+
+        It is zero where the message has no value. If only a part of the values is sent, they are
+        scaled up so that the mean is unbiased, but not with error feedback.
+
+        Args:
+            message: (byte,) Result of `encode`. It is not modified.
+            spec: The description that `encode` was given.
+        """
         count = spec.count
         seed = None
         if self._seeded:
@@ -261,7 +269,17 @@ class Codec(BaseCodec):
     def _dequantized(
         self, message: Tensor, lengths: Sequence[int], positions: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """Return the values that the codes of a message describe, from its scales on."""
+        """Return the values (value,) that the codes of a message describe.
+
+        Args:
+            message: (byte,) Scales and codes, without the seed.
+            lengths: Number of values of every tensor, whether sent or not.
+            positions: (value,) Positions of the values that are in the message. None: all.
+            dtype: Type of the result.
+
+        Returns:
+            One value for each code, in order. Values that were not sent are not included.
+        """
         count = sum(lengths)
         head = 2 * 4 * len(lengths)
         ranges = message[:head].clone().view(torch.float32).view(2, -1)
@@ -271,7 +289,12 @@ class Codec(BaseCodec):
         return values
 
     def _scale(self, ranges: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return (2, weight) the lowest level and the step width of each weight, from its range."""
+        """Return (2, weight) the lowest level and the step between levels of each weight.
+
+        Args:
+            ranges: (2, weight) Smallest and largest value of each weight.
+            dtype: Type of the result.
+        """
         low, high = ranges.to(dtype)
         # The divisor is a tensor. A GPU divides by a Python number by multiplying with its inverse,
         # which rounds differently.
@@ -280,7 +303,14 @@ class Codec(BaseCodec):
     def _where(
         self, seed: int | Tensor | None, count: int, arrives: Tensor | None, device: torch.device
     ) -> Tensor | None:
-        """Return the positions of the values that are sent and arrive. None: all values."""
+        """Return the ascending positions of the values that are sent and arrive. None: all values.
+
+        Args:
+            seed: Seed of the random mask. None: there is no mask.
+            count: Number of values of the change.
+            arrives: (value,) True at values that the link delivers. None: all.
+            device: Device of the result.
+        """
         if self.keep == 1 or seed is None:
             return None if arrives is None else arrives.nonzero().flatten()
         # Hashes of distinct counters are distinct, so that exactly `kept` of them are selected.
@@ -294,7 +324,12 @@ def _key(word: int | Tensor, device: torch.device) -> Tensor:
 
 
 def _travelling(lengths: Sequence[int], positions: Tensor | None) -> list[int]:
-    """Return how many values of each weight are at the ascending positions `where`."""
+    """Return how many values of each weight are at `positions`.
+
+    Args:
+        lengths: Number of values of each weight, in the order of the vector.
+        positions: Ascending positions in the vector of all values. None: all of them.
+    """
     if positions is None:
         return list(lengths)
     ends = to_device_async(positions.device, torch.tensor(lengths).cumsum(0))
@@ -303,7 +338,17 @@ def _travelling(lengths: Sequence[int], positions: Tensor | None) -> list[int]:
 
 
 def _spread(each: Tensor, lengths: Sequence[int], count: int, positions: Tensor | None) -> Tensor:
-    """Repeat a figure of each weight (last dimension) for each of its values that are sent."""
+    """Repeat a figure of each weight for every one of its values that is sent.
+
+    Args:
+        each: (figure, weight) Figures of each weight, such as its lowest level.
+        lengths: Number of values of each weight.
+        count: Number of values of all weights.
+        positions: (sent value,) Positions of the values that are sent. None: all.
+
+    Returns:
+        (figure, sent value).
+    """
     sizes = to_device_async(each.device, torch.tensor(lengths))
     if positions is None:
         return each.repeat_interleave(sizes, dim=1, output_size=count)
@@ -317,6 +362,10 @@ def _ranges(change: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return (2, weight) the smallest and the largest value of each weight, as float32.
 
     They are rounded outwards, so that no value is outside the range.
+
+    Args:
+        change: (value,) Values of all weights, one weight after the other.
+        lengths: Number of values of each weight.
     """
     sizes = to_device_async(change.device, torch.tensor(lengths))
     low, high = (
@@ -333,7 +382,7 @@ def _ranges(change: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes of 2, 4 or 8 bits into bytes.
+    """Pack codes (code,) of `bits` bits, which is 2, 4 or 8, into bytes.
 
     The first code of a byte is in its lowest bits. The last byte is padded with zeros.
     """

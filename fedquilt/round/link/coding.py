@@ -36,7 +36,7 @@ class CodecError(ValueError):
 
 
 def change_of(tensors: Weights, reference: Weights = NOTHING, residual: Weights = NOTHING) -> Flat:
-    """Return the change of named tensors as one vector.
+    """Return the change of named tensors as one vector: tensors − reference + residual.
 
     Args:
         tensors: Tensors to send, all of one floating-point dtype and on one device.
@@ -72,7 +72,10 @@ def with_change(
 
 
 def _or_zero(tensors: Weights, values: Weights) -> dict[str, Tensor]:
-    """Return the value of every tensor's name, or zeros of its shape if there is none."""
+    """Return `values` for the names of `tensors`, in their order.
+
+    A name that `values` lacks gets zeros in the shape of its tensor. Other names are left out.
+    """
     filled = dict(values)
     for name in tensors.keys() - values.keys():
         filled[name] = torch.zeros_like(tensors[name])
@@ -80,7 +83,7 @@ def _or_zero(tensors: Weights, values: Weights) -> dict[str, Tensor]:
 
 
 def encoded(codec: BaseCodec, change: Tensor, spec: ChangeSpec, keys: Keys) -> Tensor:
-    """Return the codec's message.
+    """Return the codec's message (byte,) for a change, after a check of its type and shape.
 
     Args:
         codec: Codec of the link.
@@ -101,7 +104,7 @@ def encoded(codec: BaseCodec, change: Tensor, spec: ChangeSpec, keys: Keys) -> T
 
 
 def decoded(codec: BaseCodec, message: Tensor, spec: ChangeSpec) -> Tensor:
-    """Return the change that a message describes.
+    """Return the change (value,) that a message describes, after a check of its type and shape.
 
     Args:
         codec: Codec of the link.
@@ -127,7 +130,15 @@ def _check_tensor(
     device: torch.device,
     remedy: str,
 ) -> None:
-    """Raise CodecError if a value is not a tensor of this dtype on this device."""
+    """Raise CodecError if a value is not a tensor of this dtype on this device.
+
+    Args:
+        source: Name of the codec's function that returned the value, for the message.
+        value: Value to check. A user's codec may return anything.
+        dtype: Type that it must have.
+        device: Device that it must be on.
+        remedy: Advice at the end of the message.
+    """
     if not isinstance(value, Tensor):
         kind = type(value).__name__
         raise CodecError(f"{source} returned an object of class {kind}; {remedy}.")
@@ -203,7 +214,13 @@ def check_codec(codec: BaseCodec, world: World, lossy: bool, device: torch.devic
 
 
 def _check_fixed_length(codec: BaseCodec, trial: _Trial, length: int) -> None:
-    """Refuse a codec with `has_fixed_length` whose message of zeros has another length."""
+    """Refuse a codec with `has_fixed_length` whose message for zeros has another length.
+
+    Args:
+        codec: Codec that says so.
+        trial: Change whose spec and keys are used with zeros.
+        length: Bytes of the message for the trial's own change.
+    """
     with _blaming(codec, trial):
         zeros = torch.zeros_like(trial.change)
         zeros_length = len(encoded(codec, zeros, trial.spec, trial.keys))
@@ -215,7 +232,15 @@ def _check_fixed_length(codec: BaseCodec, trial: _Trial, length: int) -> None:
 
 
 def _trials(world: World, lossy: bool, device: torch.device) -> list[_Trial]:
-    """Return changes to try a codec on."""
+    """Return changes to try a codec on: a random one, zeros, and a lossy one if `lossy`.
+
+    Half of the values of the lossy one arrive. All have the shapes of small weights of the model.
+
+    Args:
+        world: Family and dtype of the run.
+        lossy: True if the link may lose values.
+        device: Where the changes are.
+    """
     shapes = _trial_shapes(world)
     count = sum(shape.numel() for shape in shapes.values())
     key = to_device_async(device, torch.tensor(noise.key(noise.Stream.CODEC_CHANGE, _FIRST)))
@@ -241,7 +266,11 @@ def _trials(world: World, lossy: bool, device: torch.device) -> list[_Trial]:
 
 
 def _trial_shapes(world: World) -> Mapping[str, torch.Size]:
-    """Return names and shapes of the model's smallest trainable weights, at least of one."""
+    """Return the shapes of the model's smallest trainable weights by name, at least of one.
+
+    Together they have at most MAX_TRIAL_VALUES values, unless the smallest has more. They are in
+    the order of the model.
+    """
     layout = world.family.layout
     names = world.family.trainable
     shapes = {name: torch.Size(layout.shape(name, layout.sizes)) for name in names}
@@ -256,7 +285,11 @@ def _trial_shapes(world: World) -> Mapping[str, torch.Size]:
 
 
 def _encoded_on_trial(codec: BaseCodec, trial: _Trial) -> Tensor:
-    """Return a copy of the message, or raise CodecError if the change was modified."""
+    """Return a copy of the codec's message for a trial's change.
+
+    Raises:
+        CodecError: The codec modified the change, or its message is not a vector of bytes.
+    """
     original = trial.change.clone()
     message = encoded(codec, trial.change, trial.spec, trial.keys)
     if not torch.equal(trial.change, original):
@@ -265,7 +298,17 @@ def _encoded_on_trial(codec: BaseCodec, trial: _Trial) -> Tensor:
 
 
 def _decoded_on_trial(codec: BaseCodec, message: Tensor, spec: ChangeSpec) -> Tensor:
-    """Return a copy of the decoded change, or raise CodecError if its values are not allowed."""
+    """Return a copy of the change (value,) that the codec decodes from a message.
+
+    Args:
+        codec: Codec on trial.
+        message: (byte,) Result of its `encode`.
+        spec: Description of the change.
+
+    Raises:
+        CodecError: The codec modified the message, or returned values that are not finite, or not
+            zero where none arrives.
+    """
     original = message.clone()
     change = decoded(codec, message, spec)
     if not torch.equal(message, original):
@@ -285,7 +328,12 @@ def _decoded_on_trial(codec: BaseCodec, message: Tensor, spec: ChangeSpec) -> Te
 
 @contextmanager
 def _blaming(codec: BaseCodec, trial: _Trial) -> Iterator[None]:
-    """Turn any error of a trial into one that names the codec and the change."""
+    """Raise any error inside as a ConfigError that names codec and trial.
+
+    Args:
+        codec: Codec on trial.
+        trial: Change that it is tried on.
+    """
     try:
         yield
     except Exception as error:

@@ -55,7 +55,7 @@ class Loss(ABC):
 
     @property
     def loses(self) -> bool:
-        """Return True if values may get lost."""
+        """Return True if values may get lost, and False if everything arrives for sure."""
         return True
 
     def check(self, num_clients: int) -> None:  # noqa: B027 (some have nothing to say)
@@ -77,17 +77,21 @@ class Loss(ABC):
         return family.part(submodel, arrived * self.granularity) if arrived else None
 
     def count(self, member: Member) -> int:
-        """Return the number of columns of a member. The last column may be narrower."""
+        """Return the number of columns of a member.
+
+        A column is `granularity` of the whole model's width. The last column may be narrower.
+        """
         count = 1
         while member.nested(min(1.0, count * self.granularity)).arch != member.arch:
             count += 1
         return count
 
     def arrived(self, transmission: Transmission, count: int) -> int:
-        """Return how many of the `count` columns of a transmission arrive.
+        """Return how many of the `count` columns of a transmission arrive before the first failure.
 
-        For each column an error rate er and a number ε are drawn. Sending stops at the first
-        ε < er.
+        For each column an error rate er, between the bounds of `rates`, and a number ε are drawn.
+        Sending stops at the first ε < er. The result is the same whenever it is called for this
+        transmission.
         """
         low, high = self.rates(transmission.job.client.id, transmission.world.seed)
         fraction, sample = noise.uniform(

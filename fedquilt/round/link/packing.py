@@ -41,7 +41,10 @@ class Outline:
 
     @staticmethod
     def of(payload: Payload) -> Outline:
-        """Return the outline of a payload that is at hand, as in a simulation."""
+        """Return the outline of a payload: names, positions and shapes of its tensors.
+
+        Type and device are those of its first tensor.
+        """
         some = next(iter(_tensors(payload)))
         return Outline(
             payload.submodel,
@@ -96,7 +99,7 @@ class Packet:
 
     @property
     def bytes(self) -> int:
-        """Return the number of bytes that travel."""
+        """Return the number of bytes that travel: uncoded tensors and messages, without headers."""
         return self.plain.bytes + sum(message.nbytes for message in self.messages.values())
 
 
@@ -219,12 +222,12 @@ def unpack(
 
 
 def part(payload: Payload, reach: Submodel, transmission: Transmission) -> Payload:
-    """Return the part of a payload that arrives. Extras always arrive completely.
+    """Return the part of a payload at the positions that arrive. Extras always arrive completely.
 
     Args:
-        payload: What was sent.
+        payload: What was sent. It is returned itself if `reach` is its sub-model.
         reach: Positions that arrive.
-        transmission: Client, round and direction.
+        transmission: Client, round and direction. Its world has the family.
     """
     if reach is payload.submodel:
         return payload
@@ -241,7 +244,14 @@ def part(payload: Payload, reach: Submodel, transmission: Transmission) -> Paylo
 def _spec(
     outline: Outline, shapes: Shapes, reach: Submodel, transmission: Transmission
 ) -> ChangeSpec:
-    """Return the description of a change, with a mask of its values that arrive."""
+    """Return the description of a change for the codec, with a mask of its values that arrive.
+
+    Args:
+        outline: Names, positions and types of what is sent.
+        shapes: Shape of every tensor of the change, by name.
+        reach: Positions that arrive. The mask is None if it is the outline's sub-model itself.
+        transmission: Client, round and direction. Its world has the family.
+    """
     arrives = None
     if reach is not outline.submodel:
         count = sum(shape.numel() for shape in shapes.values())

@@ -9,26 +9,41 @@ PerClient = float | tuple[float, ...]
 
 
 def value_of(value: PerClient, client: int) -> float:
-    """Return the number of a client."""
+    """Return the number that a client has.
+
+    Args:
+        value: One number for all clients, or a tuple that is repeated over client numbers.
+        client: Number of the client, from 0.
+    """
     return value[client % len(value)] if isinstance(value, tuple) else value
 
 
 def as_text(value: PerClient) -> str:
-    """Return the number, or all numbers of the list, as text."""
+    """Return the number, or all numbers of a tuple with commas between them, as text."""
     return (
         ", ".join(f"{number:g}" for number in value) if isinstance(value, tuple) else f"{value:g}"
     )
 
 
 def convert_lists(owner: object, *names: str) -> None:
-    """Convert list-valued fields of a frozen dataclass to tuples, which are hashable."""
+    """Convert list-valued fields of a frozen dataclass to tuples, which are hashable, in-place.
+
+    Args:
+        owner: The dataclass.
+        *names: Names of its fields. Values that are no lists stay as they are.
+    """
     for name in names:
         if isinstance(value := getattr(owner, name), list):
             object.__setattr__(owner, name, tuple(value))
 
 
 def empty_lists(owner: object, *names: str) -> dict[str, str]:
-    """Return an error message for each field that is an empty list."""
+    """Return an error message for each field that is an empty tuple, by the field's name.
+
+    Args:
+        owner: Object that has the fields, after `convert_lists`.
+        *names: Names of the fields to check.
+    """
     return {
         name: "an empty list was asked for; "
         "one number for all clients, or a list with one per client, would fit."

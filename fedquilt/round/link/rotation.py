@@ -78,7 +78,14 @@ def hadamard(rows: Tensor) -> Tensor:
 
 
 def _transformed(values: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Transform every tensor of a padded change. Tensors of one size are transformed together."""
+    """Multiply every tensor of a padded change by the Walsh-Hadamard matrix of its size.
+
+    Tensors of one size are transformed together.
+
+    Args:
+        values: (padded value,) The tensors, one after the other.
+        sizes: Number of values of every tensor, a power of two or 0.
+    """
     parts = list(torch.split(values, list(sizes)))
     for size in sorted(set(sizes) - {0}):
         positions = [position for position, tensor_size in enumerate(sizes) if tensor_size == size]
@@ -89,13 +96,24 @@ def _transformed(values: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _signs(seed: Tensor, like: Tensor) -> Tensor:
-    """Return one random sign for each value of a padded change."""
+    """Return one random sign, 1 or −1, for each value of a padded change.
+
+    Args:
+        seed: () Seed of the signs.
+        like: (padded value,) Tensor whose length and type the result has.
+    """
     hashes = noise.bits(noise.fold_in(seed, noise.Stream.ROTATION_SIGNS), len(like))
     return 1 - 2 * (hashes < 0).to(like.dtype)
 
 
 def _places(lengths: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Return the positions of the unpadded values in the padded change."""
+    """Return the positions (value,) of the unpadded values in the padded change.
+
+    Args:
+        lengths: Number of values of every tensor.
+        sizes: The same with padding.
+        device: Device of the result.
+    """
     ends = accumulate(sizes)
     ranges = []
     for end, size, length in zip(ends, sizes, lengths, strict=True):

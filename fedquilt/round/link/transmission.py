@@ -26,7 +26,10 @@ class Transmission:
     up: bool = False  # True: from client to server.
 
     def key(self, purpose: int) -> int:
-        """Return the random key of this transmission for one purpose, such as `LOSS`."""
+        """Return the random key of this transmission for one purpose, such as `LOSS`.
+
+        It depends on seed, client, round, direction, scope and purpose, and on nothing else.
+        """
         job = self.job
         scope = zlib.crc32(job.submodel.scope.encode())
         return noise.key(
@@ -40,7 +43,11 @@ class Transmission:
         )
 
     def codec_keys(self, message: int = 0) -> tuple[int, int]:
-        """Return the random keys of a coded message. Message 0 has the weights."""
+        """Return the two random keys of a coded message of this transmission.
+
+        Args:
+            message: Number of the message. 0 has the weights, and slots and extras have later ones.
+        """
         first = FIRST_CODEC_KEY + 2 * message
         return self.key(first), self.key(first + 1)
 

@@ -116,9 +116,10 @@ class Wireless(Loss):
             check_lengths(self, num_clients, "distances")
 
     def distance(self, client: int, seed: int) -> float:
-        """Return the distance between a client and the server in metres.
+        """Return the distance between a client and the server in metres, at least 1.
 
-        It is the one that `distances` gives, or else it is drawn by the random `seed` of the run.
+        It is the one that `distances` gives. If that is empty, it is drawn evenly over the disc,
+        from the random `seed` of the run and the client's number.
         """
         if self.distances:
             return value_of(self.distances, client)

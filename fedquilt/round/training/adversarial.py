@@ -34,7 +34,10 @@ class Adversarial(Wrapping):
 
     @override
     def passes(self, member: Member) -> tuple[Passes, ...]:
-        """Return the passes over clean and attacked samples, and those of the attack."""
+        """Return the passes over clean and attacked samples, and those of the attack itself.
+
+        Clean or attacked samples are left out if their weight is always 0.
+        """
         kinds = self._clean + self._noised
         trained = tuple(net_passes.repeated(kinds) for net_passes in self.objective.passes(member))
         if not self._noised:
@@ -75,7 +78,13 @@ class Adversarial(Wrapping):
         return torch.stack(losses).sum()
 
     def _weighted(self, view: View, weight: float | Tensor) -> Tensor:
-        """Return the objective times one weight for the batch, or with one for each sample."""
+        """Return the objective's loss of a batch, times a weight.
+
+        Args:
+            view: The batch, clean or attacked. Its `importance` is set if there is a weight per
+                sample.
+            weight: One number for the batch, or (sample,) one for each sample.
+        """
         if not isinstance(weight, Tensor):
             return weight * self.objective(view)
         view.importance = weight
@@ -90,7 +99,10 @@ class Adversarial(Wrapping):
         return any(weight > 0 for weight in self.how.all)
 
     def _attacked(self, view: View) -> Tensor:
-        """Return samples attacked for the present weights. No gradient flows through the attack."""
+        """Return the samples of a batch, attacked for the view's present weights (sample, …).
+
+        The attack runs on robust norms. No gradient flows through it.
+        """
         start_noise = noise.uniform(
             noise.fold_in(view.key, noise.Stream.ATTACK_START), view.inputs.shape, view.inputs.dtype
         )
@@ -104,7 +116,11 @@ class Adversarial(Wrapping):
         return self.how.attack(loss, view.inputs, start_noise)
 
     def _searching(self, mode: Pass) -> Pass:
-        """Return how nets run during an attack. Norms do not track statistics then."""
+        """Return how nets run while an attack searches, given how they run in training (`mode`).
+
+        Norms do not track statistics then. With `search` "evaluation", dropout is off too, and
+        norms that track use their stored statistics.
+        """
         if self.how.search == "training":
             return replace(mode, statistics="batch")
         tracked = mode.statistics == "track"

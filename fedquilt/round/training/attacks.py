@@ -58,7 +58,9 @@ class PGD:
     def __call__(
         self, loss: Callable[[Tensor], Tensor], inputs: Tensor, start_noise: Tensor
     ) -> Tensor:
-        """Return the attacked samples.
+        """Return the attacked samples, which differ from `inputs` by at most `eps` in each value.
+
+        They stay within [low, high], and have no gradient.
 
         Args:
             loss: Function of samples. It may be a mean or a sum over samples, because only the sign
@@ -114,7 +116,7 @@ class PGD:
         kind = next(dtypes, inputs.dtype)
 
         def slope(x: Tensor) -> Tensor:
-            """Return the gradient by plain autograd.
+            """Return the gradient of the loss at the samples `x`, by plain autograd.
 
             torch.func does not allow modules to write to themselves, as norms do in training.
             """
@@ -129,7 +131,13 @@ class PGD:
         return self._climbed(slope, inputs, start_noise)
 
     def check(self, data: FederatedData) -> None:
-        """Refuse data with samples outside of [low, high], which an attack would first clamp."""
+        """Refuse data with samples outside of [low, high], which an attack would first clamp.
+
+        All training and test samples of `data` are looked at.
+
+        Raises:
+            DataError: Some are outside, or samples are not real numbers.
+        """
         for set_name, count, samples in (
             ("training", len(data.targets), data.samples),
             ("test", len(data.test_targets), data.test_samples),
@@ -187,12 +195,12 @@ class AdversarialTraining:
 
     @property
     def draws(self) -> bool:
-        """Return True if a weight is drawn for every sample."""
+        """Return True if a weight λn is drawn for every sample, False if all have the same."""
         return isinstance(self.weight, tuple)
 
     @property
     def all(self) -> tuple[float, ...]:
-        """Return all weights as a tuple."""
+        """Return all weights λn as a tuple, of one if there is one for all samples."""
         return self.weight if isinstance(self.weight, tuple) else (self.weight,)
 
     def draw(self, key: Tensor, like: Tensor) -> Tensor:
@@ -216,9 +224,9 @@ def by_sample(key: int, rows: Tensor, like: Tensor) -> Tensor:
     """Draw random numbers in [0, 1) that depend on a sample's row, not on the rest of its batch.
 
     Args:
-        key: Random key.
+        key: Random key, the same for all samples.
         rows: (sample,) Rows of the samples in their set.
-        like: (sample, …) Tensor whose shape and type are used.
+        like: (sample, …) Tensor whose shape and type the result has.
     """
     # The key is written on the device, so that a CUDA graph can capture it.
     keys = noise.fold_in(torch.full_like(rows, key), rows)

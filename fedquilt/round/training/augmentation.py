@@ -40,9 +40,14 @@ class Intensity:
     def __call__(self, inputs: Tensor, key: Tensor) -> Tensor:
         """Return inputs with other intensities. The function is pure and may be vmapped.
 
+        Factor and offset are drawn for each sample, and noise for each value.
+
         Args:
             inputs: (sample, …) real numbers.
             key: Key from which factors, offsets and noise are drawn.
+
+        Raises:
+            ConfigError: Inputs are not real numbers.
         """
         if not inputs.is_floating_point():
             raise ConfigError(
@@ -70,10 +75,14 @@ def augmented(
 
     Args:
         inputs: (sample, …).
-        targets: (sample, …). Masks move with their images, and most other targets do not change.
+        targets: (sample, …). Masks are cropped and flipped as their images are. Most other targets
+            do not change.
         local: Settings of crops, flips and intensities.
         key: Key from which they are drawn.
         task: Task that knows whether targets are images too.
+
+    Returns:
+        New inputs and new targets, of the same shapes.
     """
     size = tuple(inputs.shape[2:])
 
@@ -106,6 +115,8 @@ def augment(inputs: Tensor, local: LocalTraining, key: Tensor) -> Tensor:
 def moved(images: Tensor, local: LocalTraining, key: Tensor, padding: float = 0.0) -> Tensor:
     """Crop and flip images or volumes at random. The function is pure and may be vmapped.
 
+    Each sample has a crop and flips of its own. The shape does not change.
+
     Args:
         images: (sample, channel, *size).
         local: Settings of crops and flips.
@@ -129,7 +140,14 @@ def moved(images: Tensor, local: LocalTraining, key: Tensor, padding: float = 0.
 
 
 def _cropped(images: Tensor, margin: int, key: Tensor, padding: float) -> Tensor:
-    """Pad every side by a margin, and crop each sample to the old size at a random position."""
+    """Pad every side by a margin, and crop each sample to the old size at a random position.
+
+    Args:
+        images: (sample, channel, *size).
+        margin: Pixels of padding on every side, fewer than the shortest side has.
+        key: Key from which positions are drawn, one for each sample and axis.
+        padding: Value of the padded pixels.
+    """
     size = images.shape[2:]
     if margin >= min(size):
         raise ConfigError(
@@ -149,7 +167,13 @@ def _cropped(images: Tensor, margin: int, key: Tensor, padding: float) -> Tensor
 
 
 def _flipped(images: Tensor, axes: tuple[int, ...], key: Tensor) -> Tensor:
-    """Mirror each sample along each axis with probability 1/2."""
+    """Mirror each sample along each axis with probability 1/2, independently.
+
+    Args:
+        images: (sample, channel, *size).
+        axes: Dimensions of `images` to mirror along.
+        key: Key from which flips are drawn.
+    """
     is_flipped = random.uniform(key, (len(axes), len(images)), torch.float32) < 0.5
     for index, axis in enumerate(axes):
         mirrored = is_flipped[index].reshape([-1] + [1] * (images.dim() - 1))

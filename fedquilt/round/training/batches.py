@@ -12,7 +12,10 @@ from fedquilt.round.training.local import LastBatch, LocalTraining
 
 
 def batched(samples: Tensor, batch_size: int, last_batch: LastBatch = "keep") -> list[Tensor]:
-    """Split samples, or their positions, into batches.
+    """Split samples, or their positions, into batches in the given order.
+
+    Batches are views of `samples`. If there are fewer samples than `batch_size`, they are one
+    batch, even with `drop`.
 
     Args:
         samples: (sample, …) Samples or positions.
@@ -30,16 +33,22 @@ def batched(samples: Tensor, batch_size: int, last_batch: LastBatch = "keep") ->
 
 
 def num_batches(size: int, local: LocalTraining) -> int:
-    """Return the number of batches that a client with `size` samples trains on in one round."""
+    """Return the number of batches that a client with `size` samples trains on in one round.
+
+    It counts all epochs of `local`.
+    """
     return local.epochs * len(batched(torch.empty(size), local.batch_size, local.last_batch))
 
 
 def itinerary(size: int, local: LocalTraining, key: int) -> list[Tensor]:
-    """Return the sample positions of each batch of a client's round, shuffled in every epoch.
+    """Return the batches of a client's round, in order, as positions among the client's samples.
+
+    Samples are shuffled anew in every epoch, and epochs follow one another. Each batch is
+    (sample,).
 
     Args:
         size: Number of the client's samples.
-        local: Batch size and number of epochs.
+        local: Batch size, number of epochs, and treatment of the last batch.
         key: Random key of the client and round.
     """
     batches = []

@@ -24,7 +24,10 @@ _WORKS = "A tensor with one real number works, of shape (), such as the mean ove
 
 
 def has_own_objective(learner: Learner) -> bool:
-    """Return True if any objective of a learner is defined outside of fedquilt."""
+    """Return True if any objective of a learner's phases is defined outside of fedquilt.
+
+    Objectives inside of others, such as in a wrapper, count too.
+    """
     parts = (part for phase in learner.phases for part in _parts(phase.objective))
     return any(type(part).__module__.partition(".")[0] != _PACKAGE for part in parts)
 
@@ -157,7 +160,7 @@ def _code(net: Member) -> str:
 
 
 def _name(objective: object) -> str:
-    """Return the class names of an objective and of the objectives inside it."""
+    """Return the class names of an objective and those inside it, as in `Proximal(TaskLoss)`."""
     inner_names = [_name(part) for part in _inside(objective)]
     return type(objective).__name__ + (f"({', '.join(inner_names)})" if inner_names else "")
 
@@ -169,7 +172,10 @@ def _parts(objective: object) -> Iterator[object]:
 
 
 def _inside(objective: object) -> list[Objective]:
-    """Return the objectives that are fields of another one, alone or in tuples."""
+    """Return the objectives that are fields of `objective`, alone or in tuples.
+
+    Objectives inside of these are not included. The result is empty for anything but a dataclass.
+    """
     if not is_dataclass(objective):
         return []
     values = [getattr(objective, item.name) for item in fields(objective)]

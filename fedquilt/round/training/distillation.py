@@ -65,7 +65,7 @@ class FromTeacher(Objective):
         Args:
             view: The batch.
             logits: (sample, class, …) Logits of the net.
-            rows: (sample, …) Rows of the teacher.
+            rows: (sample, …) Rows of the teacher for the samples of the batch.
         """
 
 

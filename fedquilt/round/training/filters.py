@@ -20,7 +20,10 @@ class Filter(ABC):
 
     @abstractmethod
     def names(self, member: Member) -> frozenset[str]:
-        """Return the names of the weights of a member that the filter selects."""
+        """Return the names of those weights of `member` that the filter selects.
+
+        Norm statistics count as weights here.
+        """
 
 
 @dataclass(frozen=True)

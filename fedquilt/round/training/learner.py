@@ -98,7 +98,11 @@ class Learner:
             self._check_names()
 
     def _check_names(self) -> None:
-        """Refuse slots that the optimizer has, and passes with the same name."""
+        """Refuse slots that are named as the optimizer's, and passes with the same name.
+
+        Raises:
+            ConfigError: Lists all such names.
+        """
         problems = {}
         if clash := set(self.state.slots) & set(self.local.optimizer.slots):
             problems["state"] = (
@@ -115,12 +119,12 @@ class Learner:
 
     @property
     def passes(self) -> tuple[ClientPass, ...]:
-        """Return the passes over samples that are not steps."""
+        """Return all passes over samples that are no optimizer steps, `before` and `after`."""
         return (*self.before, *self.after)
 
     @property
     def num_slots(self) -> int:
-        """Return the number of a client's slots in training, of its optimizer and its method."""
+        """Return the number of slots per weight in training: those of optimizer and method."""
         return len(self.local.optimizer.slots) + len(self.state.slots)
 
     def slotted(self, member: Member) -> tuple[str, ...]:
@@ -135,19 +139,22 @@ class Learner:
 
     @property
     def drawn(self) -> bool:
-        """Return True if phases differ between steps."""
+        """Return True if phases may differ between batches, because `phases_at` is overridden."""
         return type(self).phases_at is not Learner.phases_at
 
     def phases_at(self, step: int) -> tuple[Phase, ...]:
-        """Return the phases of one batch.
+        """Return the phases of the batch number `step` of a round, counted from 0.
 
-        A learner may draw them from the round and the step. They must not depend on the client, so
-        that clients can be stacked.
+        By default they are the same for all batches. A learner may draw them from the round and the
+        step. They must not depend on the client, so that clients can be stacked.
         """
         return self.phases
 
     def possible_phases(self, member: Member) -> tuple[Phase, ...]:
-        """Return phases that include the step of any round with the most memory for `member`."""
+        """Return phases that include the one of any round with the most memory for `member`.
+
+        Memory is estimated from them. By default they are `phases`.
+        """
         return self.phases
 
     def moves(self, steps: int) -> int:
@@ -155,11 +162,17 @@ class Learner:
         return steps * len(self.phases)
 
     def nets(self, member: Member) -> tuple[Member, ...]:
-        """Return the nets of `member` that a batch of the round may run, each once."""
+        """Return the nets that the objectives of all phases run, each once.
+
+        They are `member` itself, the client's net, or nets nested in it.
+        """
         return nets_of(self.phases, member)
 
     def activation_sets(self, member: Member) -> int:
-        """Return the largest number of sets of activations of one net of `member` at once."""
+        """Return the most sets of activations of one net of `member` that are in memory at once.
+
+        It is 1 if a net runs once on a batch, and more for clean and attacked samples.
+        """
         passes = [
             net_passes for phase in self.phases for net_passes in phase.objective.passes(member)
         ]
@@ -177,7 +190,7 @@ class Learner:
         )
 
     def training_step(self, member: Member, precision: Precision) -> TrainingStep:
-        """Return the quantities of the largest step that memory depends on.
+        """Return the quantities of a step that memory depends on, for the largest step of a round.
 
         Phases run one after another. The description is an upper bound for each: it has the most
         runs of the client's own net, the most runs of all nets, and every nested net of any phase.
@@ -226,22 +239,32 @@ class Learner:
         return replace(self, lr=0.0, lesson=None, max_batches=0)
 
     def moved(self, member: Member) -> tuple[str, ...]:
-        """Return the names of the weights and statistics of `member` that training changes."""
+        """Return the names of the weights of `member` that training changes.
+
+        Norm statistics are included if the norm policy tracks them.
+        """
         return _moved_names(self.local.norm, member)
 
     def names(self, member: Member) -> tuple[str, ...]:
-        """Return the names of all tensors of `member` that a client holds, with constants."""
+        """Return the names of all tensors of `member` that a client holds.
+
+        These are trained and frozen weights, norm statistics that the policy tracks, and constants.
+        """
         return _held_names(self.local.norm, member)
 
     def sent(self, member: Member) -> tuple[str, ...]:
-        """Return the names of the weights of `member` that a client sends to the server."""
+        """Return the names of the weights of `member` that a client sends to the server.
+
+        Frozen and private weights, and those that the norm policy keeps local, are left out.
+        """
         names = _sent_names(self.send, self.local.norm, member)
         return _without(names, self.private, member) if self.private != Nothing() else names
 
     def received(self, member: Member) -> tuple[str, ...]:
         """Return the names of the weights that a client receives, and of constants cut with them.
 
-        Weights that the member does not train are included.
+        Weights that `member` does not train are included. Private weights, and those that the norm
+        policy keeps local, are left out.
         """
         selection = self.send if self.receive is None else self.receive
         unfrozen = member.unfrozen
@@ -249,25 +272,34 @@ class Learner:
         return _without(names, self.private, unfrozen) if self.private != Nothing() else names
 
     def kept(self, member: Member) -> tuple[str, ...]:
-        """Return the names of the weights of `member` that a client keeps for its next round."""
+        """Return the names of the weights of `member` that a client keeps for its next round.
+
+        These are weights that `keep` or `private` selects, and those that the norm policy keeps
+        local.
+        """
         return _kept_names(self.keep, self.private, self.local.norm, member)
 
     def installed(self, member: Member) -> tuple[str, ...]:
-        """Return the names of the weights of `member` that a client downloads once.
+        """Return the names of the private weights of `member` that a client downloads once.
 
-        It downloads them when it has none of them yet.
+        It downloads them when it has none of them yet. The result is empty unless `installs` is
+        set.
         """
         return _private_names(self.private, self.local.norm, member) if self.installs else ()
 
     def teaching_net(self, member: Member) -> Member:
         """Return the net of `member` whose logits objectives see as `View.taught`.
 
-        They see them if `taught` is set.
+        It is `member` itself unless `taught_by` names a variant. It has an effect only if `taught`
+        is set.
         """
         return member.at(self.taught_by) if self.taught_by else member
 
     def upload(self, member: Member, submodel: Submodel, classes_present: Tensor) -> Submodel:
         """Return the positions that a client sends.
+
+        They are those that it holds. If `class_rows` is set, output rows of classes without samples
+        are left out.
 
         Args:
             member: The client's net.
@@ -283,6 +315,8 @@ class Learner:
         self, member: Member, phase: Phase, device: torch.device
     ) -> Mapping[str, Tensor | bool]:
         """Return, by weight, a mask of the positions that a phase may change. Masks are cached.
+
+        A mask is True (all positions), False (none), or a boolean tensor of the weight's shape.
 
         Args:
             member: The client's net.
@@ -301,7 +335,7 @@ class Learner:
         return self.lr * self.local.within_round(step, steps)
 
     def mean_rate(self, steps: int) -> float:
-        """Return the mean learning rate of a round of `steps` batches, or `lr` for none."""
+        """Return the mean learning rate over the `steps` batches of a round, or `lr` if 0."""
         factors = self.local.within_round.factors(steps)
         return self.lr * (sum(factors) / steps) if steps else self.lr
 
@@ -325,7 +359,7 @@ class Learner:
         )
 
     def lesson_macs(self, member: Member, public: int) -> int:
-        """Return the multiply-adds of the lesson.
+        """Return the multiply-adds of the lesson on public samples, or 0 if there is none.
 
         Args:
             member: Net that the client trains.
@@ -339,7 +373,7 @@ class Learner:
         )
 
     def pass_macs(self, member: Member, num_own: int, num_public: int) -> int:
-        """Return the multiply-adds of the passes that are not steps.
+        """Return the multiply-adds of the passes before and after training.
 
         Args:
             member: The client's net.
@@ -359,7 +393,7 @@ class Learner:
         )
 
     def start_slots(self, weights: State, member: Member) -> OptimizerState:
-        """Return optimizer slots filled with zeros.
+        """Return optimizer slots filled with zeros, by slot and name of the trained weight.
 
         Args:
             weights: Weights by name, whose shapes, dtype and device the slots have.
@@ -372,7 +406,7 @@ class Learner:
 
 
 def nets_of(phases: Sequence[Phase], member: Member) -> tuple[Member, ...]:
-    """Return the nets of `member` that phases run, each once."""
+    """Return the nets that objectives of phases run, each once: `member` or nets nested in it."""
     return tuple(dict.fromkeys(net for phase in phases for net in phase.objective.nets(member)))
 
 
@@ -394,7 +428,10 @@ def _held_names(norm: NormPolicy, member: Member) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def _sent_names(selection: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
-    """Return the names that a filter selects for sending, without weights that are frozen here."""
+    """Return the names of a member's weights that a filter selects for sending.
+
+    Weights that are frozen in `member`, and those that the norm policy keeps local, are left out.
+    """
     frozen = {*member.frozen}
     return tuple(
         name for name in _shared_names(selection, norm, member.unfrozen) if name not in frozen
@@ -403,9 +440,9 @@ def _sent_names(selection: Filter, norm: NormPolicy, member: Member) -> tuple[st
 
 @lru_cache(maxsize=256)
 def _shared_names(selection: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
-    """Return the names that a filter selects, without those that the norm policy keeps local.
+    """Return the names of a member's weights that a filter selects, as `Learner.names` orders them.
 
-    They are in the order of `Learner.names`.
+    Those that the norm policy keeps local are left out.
     """
     names = selection.names(member) - norm.kept(member)
     return tuple(name for name in (*_moved_names(norm, member), *member.carried) if name in names)
@@ -413,7 +450,7 @@ def _shared_names(selection: Filter, norm: NormPolicy, member: Member) -> tuple[
 
 @lru_cache(maxsize=256)
 def _without(names: tuple[str, ...], private: Filter, member: Member) -> tuple[str, ...]:
-    """Return names without those of a member that a filter selects."""
+    """Return `names` in order, without those of `member` that the filter `private` selects."""
     private_names = private.names(member)
     return tuple(name for name in names if name not in private_names)
 

@@ -98,10 +98,13 @@ class LocalTraining:
         refuse(self, problems)
 
     def changed(self, **changes: Any) -> Self:
-        """Return the settings with some of them changed.
+        """Return a copy of the settings with some of them changed.
 
         Args:
             **changes: New values by field. `lr` is short for the learning rate of the optimizer.
+
+        Raises:
+            ConfigError: A name is no field, or a value is not allowed.
         """
         names = [field.name for field in fields(self)]
         for name in changes:

@@ -56,7 +56,7 @@ class Mutual(Wrapping):
 
     @property
     def students(self) -> tuple[str, ...]:
-        """Return the variants that learn."""
+        """Return the variants of the pair that learn: those of `learns`, or both if it is empty."""
         return self.learns or self.pair
 
     @override
@@ -69,7 +69,11 @@ class Mutual(Wrapping):
 
     @override
     def passes(self, member: Member) -> tuple[Passes, ...]:
-        """Return the passes of both nets. A fixed teacher only runs forward."""
+        """Return the passes of both nets on a batch. A fixed teacher only runs forward.
+
+        Args:
+            member: Pair of nets that the client trains.
+        """
         passes: list[Passes] = []
         for variant in self.pair:
             net = member.at(variant)
@@ -98,7 +102,14 @@ class Mutual(Wrapping):
         return torch.stack(losses).sum()
 
     def _teacher(self, view: View, variant: str) -> Tensor:
-        """Return the teacher's logits. They are a constant unless `detach` is False."""
+        """Return the logits (sample, class, …) of the net from which the other one learns.
+
+        They are a constant, unless `detach` is False and the net itself learns too.
+
+        Args:
+            view: The batch.
+            variant: Variant of the net.
+        """
         net = view.member.at(variant)
         if variant in self.students:
             outputs = view.logits(net)
@@ -107,7 +118,15 @@ class Mutual(Wrapping):
             return view.logits(net)
 
     def _apart(self, view: View, outputs: Tensor, teacher: Tensor) -> Tensor:
-        """Return w D(teacher ‖ outputs), the mean over the batch."""
+        """Return w D(teacher ‖ outputs), averaged over the batch.
+
+        D is the mean squared difference if `distance` is "logits", else the task's divergence.
+
+        Args:
+            view: The batch, with targets that say which values count.
+            outputs: (sample, class, …) Logits of the net that learns.
+            teacher: (sample, class, …) Logits that it is compared with.
+        """
         if not self.weight:
             return outputs.new_zeros(())
         if self.distance == "logits":

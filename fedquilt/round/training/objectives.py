@@ -40,13 +40,16 @@ class Passes:
 
     @property
     def macs(self) -> int:
-        """Return the multiply-adds for one sample."""
+        """Return the multiply-adds of all these passes for one sample."""
         net = self.net.running
         through = (self.forward + self.to_samples) * net.macs
         return through + 2 * self.backward * net.trained_macs
 
     def repeated(self, count: int) -> Passes:
-        """Return the passes over `count` changed copies of the batch, all in memory at once."""
+        """Return the passes over `count` changed copies of the batch, all in memory at once.
+
+        All numbers of passes are multiplied by `count`.
+        """
         return replace(
             self,
             forward=count * self.forward,
@@ -57,7 +60,10 @@ class Passes:
         )
 
     def searched(self, count: int) -> Passes:
-        """Return the passes of `count` steps of an attack, with gradients of samples only."""
+        """Return the passes of an attack of `count` steps with this objective.
+
+        Backward passes are to the samples only, and no activations stay in memory.
+        """
         back = self.backward + self.to_samples
         return Passes(self.net, count * self.forward, 0, count * back, saved=0, on_batch=False)
 
@@ -81,7 +87,7 @@ class Objective(ABC):
         """
 
     def passes(self, member: Member) -> tuple[Passes, ...]:
-        """Return how often it runs each net of `member`.
+        """Return how often a step runs each net of `member`, from which costs are computed.
 
         By default that is once forward and once backward.
         """
@@ -94,7 +100,10 @@ class Objective(ABC):
 
     @property
     def terms(self) -> tuple[Objective, ...]:
-        """Return the terms of a sum, whose gradients can be computed one after another."""
+        """Return the terms of a sum, whose gradients can be computed one after another and added.
+
+        An objective that is no sum is its own only term.
+        """
         return (self,)
 
     @property
@@ -235,7 +244,10 @@ class Summed(Objective):
 
     @override
     def passes(self, member: Member) -> tuple[Passes, ...]:
-        """Return the passes of all objectives. A net that several run on the batch runs once."""
+        """Return the passes of all terms for `member`.
+
+        A net that several terms run on the unchanged batch runs once.
+        """
         return together(
             net_passes for objective in self.objectives for net_passes in objective.passes(member)
         )
@@ -261,16 +273,24 @@ class Summed(Objective):
 
 
 def together(passes: Iterable[Passes]) -> tuple[Passes, ...]:
-    """Join the passes of objectives that share a view, with shared runs listed once."""
+    """Join the passes of objectives that share a view.
+
+    Equal passes on the unchanged batch are listed once, because objectives share the run. All
+    others are kept.
+    """
     listed = list(passes)
     shared = dict.fromkeys(net_passes for net_passes in listed if net_passes.on_batch)
     return (*shared, *(net_passes for net_passes in listed if not net_passes.on_batch))
 
 
 def apart(objective: Objective, member: Member) -> tuple[Objective, ...]:
-    """Return the terms of a sum, with those that run the same nets joined.
+    """Return the terms of an objective, with those that run the same nets joined into one sum.
 
     Their gradients can be taken one after another and added.
+
+    Args:
+        objective: Objective, which may be a sum.
+        member: The client's net.
     """
     by_nets: dict[tuple[Member, ...], list[Objective]] = {}
     for term in objective.terms:
@@ -283,7 +303,10 @@ def _sum(terms: Sequence[Objective]) -> Objective:
 
 
 def net_at(member: Member, share: float | None) -> Member:
-    """Return a client's own net, or the one nested in it at a share of the whole model."""
+    """Return a client's own net (`share` None), or the one nested in it at a share.
+
+    The share is one of the whole model, not of the client's net.
+    """
     return member if share is None else member.nested(share)
 
 
@@ -326,7 +349,10 @@ def resolve_wrapper(value: object) -> Wrapping:
 
 
 def wrapped_chain(outermost: Wrapping) -> list[Wrapping]:
-    """Return wrappers inside each other, the outermost first."""
+    """Return a wrapper and the wrappers inside it, the outermost first.
+
+    The objective inside the innermost wrapper is not included.
+    """
     chain = [outermost]
     while isinstance(chain[-1].objective, Wrapping):
         chain.append(chain[-1].objective)
@@ -334,7 +360,12 @@ def wrapped_chain(outermost: Wrapping) -> list[Wrapping]:
 
 
 def around(wrapper: Wrapping, loss: Objective) -> Objective:
-    """Return a wrapper whose innermost wrapper contains the loss."""
+    """Return a copy of nested wrappers with a loss in the innermost one.
+
+    Args:
+        wrapper: The outermost wrapper. It is not changed.
+        loss: Objective that the innermost wrapper gets in place of its own.
+    """
     for layer in reversed(wrapped_chain(wrapper)):
         loss = replace(layer, objective=loss)
     return loss

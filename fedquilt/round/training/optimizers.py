@@ -164,9 +164,10 @@ class SGD:
         )
 
     def effective_steps(self, factors: Sequence[float], lr: float, mu: float) -> float:
-        """Return FedNova's ‖a_i‖₁, the distance that unit gradients move a weight.
+        """Return FedNova's ‖a_i‖₁, the distance that unit gradients move a weight in a round.
 
-        The unit of distance is the round's learning rate.
+        The unit of distance is the round's learning rate. Plain SGD at a constant rate gives the
+        number of steps.
 
         A client's change is −η·G_i·a_i with any non-negative a_i (Wang et al. 2020). A learning
         rate that changes within the round enters a_i as a factor of each step, and η stays the same
@@ -241,7 +242,15 @@ class Adam:
     def _decayed(
         self, values: list[Tensor], change: list[Tensor], lr: float | Tensor
     ) -> tuple[Tensors, Tensors]:
-        """Return weights and gradients after weight decay, before the rest of the step."""
+        """Return weights and gradients after weight decay, before the rest of the step.
+
+        Adam adds the decay to the gradients. Arguments are not modified.
+
+        Args:
+            values: Weights.
+            change: Gradients, in the same order.
+            lr: Learning rate. Adam does not use it here, but AdamW does.
+        """
         if not self.weight_decay:
             return values, change
         return values, foreach_add(change, values, alpha=self.weight_decay)
@@ -307,7 +316,7 @@ class AdamW(Adam):
 
 
 def _scaled(values: Tensors, factor: float | Tensor) -> tuple[Tensor, ...]:
-    """Multiply tensors by one number, or by one number per client.
+    """Return tensors multiplied by one number, or by one number per client. They are new tensors.
 
     Args:
         values: Tensors. If `factor` has one number per client, clients are in dimension 0.

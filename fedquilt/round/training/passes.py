@@ -56,17 +56,19 @@ class ClientPass(ABC):
 
     @abstractmethod
     def __call__(self, view: View) -> State:
-        """Return the named tensors of one batch, which `view` has.
+        """Return the named tensors that one batch gives. `view` has the batch and runs nets on it.
 
         The function must be pure, because it may be called under `vmap`.
         """
 
     @abstractmethod
     def passes(self, member: Member) -> tuple[Passes, ...]:
-        """Return how often it runs each net of `member` on a batch."""
+        """Return how often it runs each net of `member` on a batch, which gives its cost."""
 
     def merged(self, parts: Sequence[Weights], sizes: Sequence[int]) -> State:
-        """Return the result of all batches: by default the mean over samples.
+        """Return the result over all batches, by the names that each batch has.
+
+        By default it is the mean over samples, so that a batch counts by its size.
 
         Args:
             parts: Results of the batches.
@@ -82,7 +84,10 @@ class ClientPass(ABC):
         }
 
     def macs(self, member: Member) -> int:
-        """Return the multiply-adds of the nets of `member` for one sample."""
+        """Return the multiply-adds of this pass for one sample, over all nets that it runs.
+
+        The nets are `member` or nested in it.
+        """
         return sum(net_passes.macs for net_passes in self.passes(member))
 
 

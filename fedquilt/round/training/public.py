@@ -26,12 +26,14 @@ def num_drawn(draw: int, num_public: int) -> int:
 
 
 def drawn_positions(seed: int, round: int, draw: int, num_public: int) -> Tensor:
-    """Return the positions of the public samples of a round, in ascending order.
+    """Return the positions of the public samples that are drawn for a round, in ascending order.
+
+    The draw is without replacement, and the same for all clients.
 
     Args:
         seed: Seed of the run.
         round: Round, counted from 0.
-        draw: Number of samples. 0: all.
+        draw: Number of samples. 0, or a number that is too large: all samples.
         num_public: Number of public samples.
     """
     if num_drawn(draw, num_public) == num_public:

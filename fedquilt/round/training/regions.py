@@ -81,14 +81,25 @@ class WithinVariant(Region):
 
 
 def _inside(member: Member, name: str, share: float) -> Tensor:
-    """Return a mask of the elements of a member's weight that a smaller share has."""
+    """Return a mask of the elements of a weight that a narrower net nested in a member has.
+
+    Args:
+        member: Net that the client trains.
+        name: Name of the weight.
+        share: Share of the whole model that the nested net has.
+
+    Returns:
+        Boolean tensor of the weight's shape in `member`.
+    """
     cut = member.family.cutter.rows(name, member.nested(share).index, member.index)
     return inside(cut, member.shape(name))
 
 
 @lru_cache(maxsize=64)  # Drawn phases have many masks, each as large as the net.
 def masks_of(member: Member, moves: Region, device: torch.device) -> dict[str, Tensor | bool]:
-    """Return the mask of every trained weight on a device, by name.
+    """Return the mask of every trained weight on a device, by name. Results are cached.
+
+    A mask is True (all positions may change), False (none), or a boolean tensor.
 
     Args:
         member: The client's net.

@@ -15,7 +15,7 @@ class Schedule(Protocol):
     """Contract of a schedule of the learning rate over the rounds of a run."""
 
     def __call__(self, round: int) -> float:
-        """Return the factor of the learning rate in a round, counted from 0."""
+        """Return the factor by which the learning rate is multiplied in a round, counted from 0."""
         ...
 
 
@@ -39,7 +39,7 @@ class Steps:
         within(self, milestones="[0, inf)", factor="(0, inf)")
 
     def __call__(self, round: int) -> float:
-        """Return `factor` to the power of the number of milestones so far."""
+        """Return `factor` to the power of the number of milestones up to this round, inclusive."""
         return self.factor ** sum(round >= milestone for milestone in self.milestones)
 
 
@@ -123,11 +123,14 @@ class WithinRound:
         return self.final + (1 - self.final) * decay
 
     def factors(self, steps: int) -> list[float]:
-        """Return the factors of all steps of a round."""
+        """Return the factor of the round's learning rate in each of `steps` steps, in order."""
         return [self(step, steps) for step in range(steps)]
 
     def num_warmup(self, steps: int) -> int:
-        """Return W for a number of steps. A share leaves at least one step after the warm-up."""
+        """Return the number W of warm-up steps of a client that takes `steps` steps in the round.
+
+        A warm-up given as a share leaves at least one step after it.
+        """
         return self.warmup_steps or max(0, min(round(self.warmup_share * steps), steps - 1))
 
     @property
@@ -147,5 +150,8 @@ class WithinRound:
 
 
 def _half_cosine(done: int, total: int) -> float:
-    """Return (1 + cos(π · done / total)) / 2, which falls from 1 to 0."""
+    """Return (1 + cos(π · done / total)) / 2.
+
+    It falls from 1 at `done` 0 to 0 at `done` = `total`.
+    """
     return 0.5 * (1 + math.cos(math.pi * done / total))

@@ -60,7 +60,7 @@ class ServerTraining:
 
     @property
     def steps_per_check(self) -> int:
-        """Return the steps between two comparisons."""
+        """Return the steps between two comparisons: `check_every`, or `steps` if that is less."""
         return min(self.check_every, self.steps)
 
     def rate_factor(self, check: int) -> float:
@@ -77,8 +77,8 @@ class ServerTraining:
     def split(self, num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
         """Return the positions of public samples to train on, and of those that are held back.
 
-        The split is the same in every round of a run. At least two samples are held back, because
-        norms need more than one.
+        Both are in ascending order, and the draw is random. It is the same in every round of a run.
+        At least two samples are held back, because norms need more than one.
 
         Args:
             num_samples: Number of public samples.

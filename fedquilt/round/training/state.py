@@ -67,7 +67,7 @@ class Left:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return all of its tensors."""
+        """Return all tensors that the client keeps or sends, of slots and extras."""
         extras = (*self.kept_extras.values(), *self.sent_extras.values())
         return [*in_slots(self.kept), *in_slots(self.sent), *extras]
 
@@ -120,14 +120,14 @@ class MethodState:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Return the names of the slots that a client has while it trains."""
+        """Return the names of the slots of a client in training, received and kept ones."""
         return (*self.slots_down, *self.slots_kept)
 
     def finish(self, trained: Trained) -> Left:
         """Return the state that a client keeps and sends. It is called once, after the last step.
 
-        The function must be pure, without branches on values, because an engine may run it for many
-        clients at once (`torch.func.vmap`).
+        By default there is none. The function must be pure, without branches on values, because an
+        engine may run it for many clients at once (`torch.func.vmap`).
 
         Args:
             trained: Weights, slots and extras of the client after its last step.

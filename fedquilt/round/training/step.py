@@ -38,12 +38,14 @@ class Batch:
 
 
 def train_pass(local: LocalTraining) -> Pass:
-    """Return how nets run in training."""
+    """Return how nets run in a training step: statistics of norms, and HeteroFL's scaler."""
     return local.norm.training_pass(local.scaler)
 
 
 def teach(member: Member, local: LocalTraining, state: State, batch: Batch) -> Tensor:
-    """Return the logits of a client's net before a batch changes it. May be vmapped.
+    """Return the logits of a net before a batch changes it (sample, class, …). May be vmapped.
+
+    The net runs as in training, and no gradient flows.
 
     Args:
         member: Net that gives the logits.
@@ -73,6 +75,10 @@ def gradient(
         state: Weights of the client, by name.
         received: Weights and slots that the client started from.
         batch: The batch.
+
+    Returns:
+        The gradient of every trained weight by name. Then the loss, a scalar, and the new norm
+        statistics by name, as a pair.
     """
     mode = train_pass(learner.local)
     moving = {name: state[name] for name in member.trainable}
@@ -111,12 +117,12 @@ def run_pass(
     received: Received,
     batch: Batch,
 ) -> State:
-    """Return the result of a pass for one batch of one client. May be vmapped.
+    """Return the result of a pass for one batch of one client, by name. May be vmapped.
 
     Args:
         learner: Settings of training, and the task.
         member: The client's net.
-        client_pass: The pass.
+        client_pass: The pass, which is not an optimizer step.
         state: Weights of the client, by name.
         received: Weights and slots that the client started from.
         batch: The batch.
@@ -138,7 +144,9 @@ def run_pass(
 
 
 def clipped(grads: State, clip: float) -> State:
-    """Clip the norm of one client's whole gradient, as torch.nn.utils.clip_grad_norm_ does.
+    """Return one client's gradients, scaled down so that their joint norm is at most `clip`.
+
+    It computes the same as torch.nn.utils.clip_grad_norm_. The gradients are not changed in-place.
 
     Args:
         grads: Gradients by name.
@@ -161,6 +169,8 @@ def grouped_gradient(
     batch: Batch,
 ) -> tuple[State, tuple[Tensor, State]]:
     """Return the result of `vmap(gradient)`, with the clients' nets run as one grouped net.
+
+    Norm statistics are empty, because a grouped net does not track any.
 
     Args:
         learner: Settings of training, and the task.

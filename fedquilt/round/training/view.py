@@ -44,7 +44,10 @@ class View:
     task: Task = Classification()  # Task whose loss objectives use.
 
     def logits(self, net: Member | None = None) -> Tensor:
-        """Run a net on the batch. Objectives of a sum that use the same net share the run.
+        """Run a net on the batch, or return its logits if it has already run on it.
+
+        So objectives of a sum that use the same net share the run. Running the client's own net
+        also stores its norm statistics in `norm_statistics`.
 
         Args:
             net: The client's own net, or one nested in it. None: the client's own.
@@ -58,7 +61,12 @@ class View:
         return self.logits_by_net[net]
 
     def through(self, robustness: float, **changes: Any) -> View:
-        """Return a view with another robustness of norms, and with changes such as other inputs."""
+        """Return a copy of the view with another robustness of norms, in which no net has run yet.
+
+        Args:
+            robustness: Mixing weight of dual norms, from 0 (clean) to 1 (robust).
+            **changes: Other fields of the view by name, such as `inputs`.
+        """
         return replace(
             self,
             mode=replace(self.mode, robustness=robustness),
@@ -85,5 +93,8 @@ class View:
         return net.net(narrowed, self.inputs, self.mode, self.key, self.condition, share)[0]
 
     def loss(self, outputs: Tensor) -> Tensor:
-        """Return the task's mean loss of outputs (sample, class, …), weighted by `importance`."""
+        """Return the task's mean loss of `outputs` (sample, class, …) on the targets of the batch.
+
+        Samples are weighted by `importance`, if it is set.
+        """
         return self.task.mean_loss(outputs, self.targets, self.importance)

@@ -39,7 +39,10 @@ class Metric:
 
     @classmethod
     def for_task(cls, task: Task) -> Self:
-        """Create the metric with settings of the task, such as the target that is ignored."""
+        """Create the metric with settings of the task, such as the target that is ignored.
+
+        This base version uses no setting. Subclasses override it.
+        """
         return cls()
 
     def unfit(self, output_shape: tuple[int, ...]) -> str:
@@ -85,11 +88,23 @@ class CollectedMetric(Metric, ABC):
 
     @abstractmethod
     def value(self, outputs: Tensor, targets: Tensor) -> float:
-        """Return the metric of outputs (sample, class, …) and targets, NaN if it is undefined."""
+        """Return the metric over all samples, NaN if it is undefined.
+
+        Args:
+            outputs: (sample, class, …) Outputs of all samples, classes or labels in dimension 1.
+            targets: (sample, …) Their targets.
+        """
 
 
 def are_columns(outputs: Tensor, targets: Tensor) -> bool:
-    """Return True if every output has its own target. False: one class for all outputs."""
+    """Return True if every output has its own target, as for labels and real numbers.
+
+    False: targets are classes, one for all outputs of a position.
+
+    Args:
+        outputs: (sample, column, …) Outputs of a net.
+        targets: (sample, column, …) or (sample, …) Targets. With one output both forms give True.
+    """
     return targets.dim() == outputs.dim() or outputs.shape[1] == 1
 
 
@@ -101,6 +116,9 @@ def as_columns(values: Tensor) -> Tensor:
 
 
 def ratio(part: Tensor, whole: Tensor) -> float:
-    """Divide Python numbers, so that the ratio of counts is exact. Return NaN for 0 / 0."""
+    """Divide two tensors of one number each as Python numbers, so that ratios of counts are exact.
+
+    The result is NaN if `whole` is 0.
+    """
     count = whole.item()
     return part.item() / count if count else math.nan

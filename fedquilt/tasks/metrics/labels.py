@@ -62,7 +62,11 @@ class F1(SumMetric):
         return torch.stack([hits, (predicted & ~true).sum(0), (true & ~predicted).sum(0)])
 
     def _yes_or_no(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return predictions and targets as booleans, (position, class)."""
+        """Return predictions and targets as booleans, both (position, class) or (position, label).
+
+        The predicted class is the one with the largest output. Labels with outputs above 0 are
+        predicted. Positions with the ignored class are False everywhere in both.
+        """
         if are_columns(outputs, targets):
             return as_columns(outputs > 0), as_columns(targets > 0.5)
 

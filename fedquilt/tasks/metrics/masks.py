@@ -61,11 +61,15 @@ class MaskMetric(ClassMetric):
 
     @property
     def _first(self) -> int:
-        """Return the first class of the mean."""
+        """Return the first class of the mean: 0 if the background counts, else 1."""
         return 0 if self.background else 1
 
     def _sizes(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Count voxels of each sample and class.
+        """Count voxels of each sample and class. Voxels with the ignored target are left out.
+
+        Args:
+            outputs: (sample, class, *size) Outputs, of which the largest is the prediction.
+            targets: (sample, *size) Masks.
 
         Returns:
             (sample, class) Number of voxels that are predicted and true, and the number of
@@ -175,10 +179,20 @@ class PooledIoU(PooledDice):
 
 
 def _dice(overlap: Tensor, sizes: Tensor) -> Tensor:
-    """Return Dice from counts of voxels, 0 if a class is neither predicted nor true."""
+    """Return Dice from counts of voxels, 0 if a class is neither predicted nor true.
+
+    Args:
+        overlap: Number of voxels that are predicted and true.
+        sizes: Number of predicted voxels plus number of true ones, in the same shape.
+    """
     return 2 * overlap / sizes.clamp(min=1).double()
 
 
 def _iou(overlap: Tensor, sizes: Tensor) -> Tensor:
-    """Return intersection over union from counts, 0 if a class is neither predicted nor true."""
+    """Return intersection over union from counts, 0 if a class is neither predicted nor true.
+
+    Args:
+        overlap: Number of voxels that are predicted and true.
+        sizes: Number of predicted voxels plus number of true ones, in the same shape.
+    """
     return overlap / (sizes - overlap).clamp(min=1).double()

@@ -46,7 +46,11 @@ class _OfScores(CollectedMetric):
         return sum(defined) / len(defined) if defined else math.nan
 
     def _scores(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores and truth as (position, label). The score of a class is its probability."""
+        """Return scores and truth, both (position, label). Truth is True for labels that apply.
+
+        For classes the score is the probability (softmax), and ignored positions are left out. For
+        labels the score is the output.
+        """
         if are_columns(outputs, targets):
             return as_columns(outputs), as_columns(targets > 0.5)
 
@@ -89,7 +93,15 @@ class AUROC(_OfScores):
 
 
 def _by_score(scores: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
-    """Count positive and negative samples at each distinct score, the highest first."""
+    """Count positive and negative samples of one label at each distinct score, the highest first.
+
+    Args:
+        scores: (position,) Scores.
+        true: (position,) True for positive samples.
+
+    Returns:
+        (score,) Numbers of positive and of negative samples, both float64.
+    """
     values, score_index = torch.unique(scores, return_inverse=True)
     counts = torch.zeros(2, len(values), dtype=torch.float64)
     for row, mask in enumerate((true, ~true)):

@@ -46,7 +46,9 @@ _OF_CLASS = re.compile(r"(dice|iou|pooled_dice|pooled_iou)_(0|[1-9]\d*)")
 
 
 def kind_of(figure: str) -> type[Metric] | None:
-    """Return the class of the metric that a figure in the records shows, without its task.
+    """Return the class of the built-in metric that a figure in the records shows.
+
+    No task is needed. `top5` gives `TopK`, and `dice_1` the class of `dice`.
 
     Args:
         figure: `NAME`, `local_NAME` or `NAME/DOMAIN`.
@@ -94,7 +96,16 @@ def find_metric(name: str, task: Task) -> Metric:
 
 
 def _made(factory: Any, name: str, task: Task) -> Metric:
-    """Create a metric from its class, or from a function of the user."""
+    """Create a metric from its class with a task's settings, or by calling a user's function.
+
+    Args:
+        factory: Class of a metric, or a function without arguments that returns a metric.
+        name: Name by which the user asked for it, for messages.
+        task: Task whose targets the metric reads.
+
+    Raises:
+        ConfigError: The user's code fails, or returns no metric.
+    """
     is_metric = isinstance(factory, type) and issubclass(factory, Metric)
     try:
         metric = factory.for_task(task) if is_metric else factory()

@@ -28,7 +28,11 @@ from fedquilt.hardware.torch_internals import OpOverload
 
 @cache
 def find_rule(op: OpOverload) -> Rule | None:
-    """Return the rule of an operation, or that of point-wise ones. None: there is none."""
+    """Return the rule of an ATen operation, or None if there is none.
+
+    An in-place operation has the rule of its functional twin. All operations that torch tags as
+    point-wise and that have no rule of their own share `pointwise`.
+    """
     name = op.overloadpacket._qualified_op_name
     own_rule = RULES.get(name) or RULES.get(name.removesuffix("_"))
     if own_rule is None and torch.Tag.pointwise in _tags(op):
@@ -49,7 +53,15 @@ def _tags(op: OpOverload) -> Sequence[torch.Tag]:
 
 
 def apply(call: Call, facts: Facts) -> None:
-    """Unify the dimensions of a call's inputs, and describe its outputs."""
+    """Apply the rule of a call: unify dimensions of its inputs, and describe its outputs in-place.
+
+    An output that was written in place keeps its dimensions, which are unified with those of the
+    rule. Without a rule, all dimensions of the call are pinned.
+
+    Args:
+        call: The call.
+        facts: Takes what the rule finds out.
+    """
     call_rule = find_rule(call.op)
     if call_rule is None:
         _unknown(call, facts)
@@ -67,7 +79,12 @@ def apply(call: Call, facts: Facts) -> None:
 
 
 def _unknown(call: Call, facts: Facts) -> None:
-    """Pin all dimensions of a call that has no rule."""
+    """Pin all dimensions of a call that has no rule.
+
+    Args:
+        call: The call.
+        facts: Takes a note if an input had an axis.
+    """
     had_axes = not all(is_plain(dim) for value in call.inputs for dim in value.dims)
     for value in (*call.inputs, *call.outs):
         pin_all(value.dims)

@@ -13,7 +13,7 @@ from fedquilt.family.tracing.run import Call
     aten.bernoulli, aten.normal, aten.uniform, aten.exponential, aten.random, aten.rrelu_with_noise
 )
 def pointwise(call: Call, facts: Facts) -> Dims:
-    """Broadcast all inputs."""
+    """Unify dimensions of inputs that meet in a broadcast, and return the output's dimensions."""
     return broadcast([value.dims for value in call.inputs], call.outs[0].shape)
 
 

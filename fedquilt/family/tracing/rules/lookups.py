@@ -39,7 +39,12 @@ def _index_put(call: Call, facts: Facts) -> Dims:
 def _left_alone(dims: Dims, indices: Sequence[Any]) -> tuple[Dims, int]:
     """Return the dimensions that a look-up keeps, and the position of the new ones among them.
 
-    Dimensions that are indexed are pinned.
+    Dimensions that are indexed are pinned. The new dimensions are at position 0 if the indexed ones
+    are not neighbours.
+
+    Args:
+        dims: Dimensions of the tensor that is indexed.
+        indices: Value of the index tensor of each dimension. None: the dimension is kept.
     """
     untouched: list[Dim] = []
     insertions: set[int] = set()

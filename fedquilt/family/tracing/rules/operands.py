@@ -12,7 +12,7 @@ from fedquilt.family.tracing.run import Call
 
 
 def unify_all(a: Dims, b: Dims) -> None:
-    """Unify the dimensions of two tensors pair by pair."""
+    """Unify the dimensions of two tensors pair by pair. Both must have equally many."""
     for left, right in zip(a, b, strict=True):
         unify(left, right)
 
@@ -42,7 +42,7 @@ def argument(call: Call, name: str, default: Any = None) -> Any:
 
 
 def dims_argument(call: Call, name: str, ndim: int) -> list[int]:
-    """Return a `dim` argument as a list of numbers from 0 on.
+    """Return a `dim` argument as a list of numbers from 0 on, also if it is negative or one int.
 
     Args:
         call: The call.
@@ -62,7 +62,14 @@ def dims_argument(call: Call, name: str, ndim: int) -> list[int]:
 def number_at(call: Call, mark: object) -> int | None:
     """Return the number that a call has at a mark: the start of a slice, or a number of groups.
 
-    It is None if the call has no such number.
+    A negative start is converted to one from 0 on.
+
+    Args:
+        call: The call.
+        mark: "groups", or ("start", number of the sliced dimension).
+
+    Returns:
+        The number. None: the call has no such number.
     """
     if mark == "groups":
         arguments = (argument(call, name) for name in ("groups", "num_groups", "group"))
@@ -74,7 +81,10 @@ def number_at(call: Call, mark: object) -> int | None:
 
 
 def is_undefined(call: Call) -> bool:
-    """Return True if a call takes the variance of too few values, so that it is not a number."""
+    """Return True if a call takes the variance of too few values, so that it is not a number.
+
+    Standard deviations count too. Other operations give False.
+    """
     if call.op.overloadpacket not in (aten.var, aten.std, aten.var_mean, aten.std_mean):
         return False
     x = call.inputs[0]
@@ -90,7 +100,7 @@ def broadcast(operands: Sequence[Dims], shape: Sequence[int]) -> Dims:
 
     Args:
         operands: Dimensions of the tensors. They are aligned at the right, and sizes of 1 stretch.
-        shape: Shape of the result.
+        shape: Shape of the result. A size that no operand has becomes a new atom.
     """
     result: list[Dim] = []
     for position in range(-len(shape), 0):

@@ -34,9 +34,16 @@ def _added_product(call: Call, facts: Facts) -> Dims:
 
 
 def _contract(call: Call, a: Dims, b: Dims, facts: Facts) -> Dims:
-    """Return the dimensions of (… row, inner) times (… inner, column).
+    """Return the dimensions of the product of (… row, inner) and (… inner, column).
 
-    A vector has no row or no column.
+    A vector has no row or no column. The inner dimensions are unified. If the product is batched,
+    `facts.contracted` gets the inner dimension.
+
+    Args:
+        call: Call of the product.
+        a: Dimensions of the left factor.
+        b: Dimensions of the right factor.
+        facts: Facts about dimensions.
     """
     row, column = a[-2:-1], b[-1:] if len(b) > 1 else ()
     inner = b[-2:][0]
@@ -51,9 +58,13 @@ def _contract(call: Call, a: Dims, b: Dims, facts: Facts) -> Dims:
 
 
 def _call_heads(batch: Sequence[Dim], within: Sequence[Dim]) -> None:
-    """Give the roles of heads to pieces of a view that a batched product runs over.
+    """Give the roles "heads" and "dim" to pieces of a view that a batched product runs over.
 
-    Roles only affect the names of axes.
+    Only atoms with the roles "outer" and "inner" change. Roles only affect the names of axes.
+
+    Args:
+        batch: Batch dimensions of the product. Their "outer" atoms become "heads".
+        within: The other dimensions. Their "inner" atoms become "dim".
     """
     for dims, old_role, new_role in ((batch, "outer", "heads"), (within, "inner", "dim")):
         for piece in (piece for dim in dims for piece in atoms_in(dim)):

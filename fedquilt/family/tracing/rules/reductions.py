@@ -37,7 +37,10 @@ def _in_order(call: Call, facts: Facts) -> Dims:
 )
 @rule(aten.logsumexp, aten.linalg_vector_norm, aten.norm, aten.all, aten.any)
 def reduce(call: Call, facts: Facts) -> list[Dims]:
-    """Couple the dimensions that are reduced, and return the other ones."""
+    """Couple the dimensions that are reduced, and return the remaining ones for every output.
+
+    With `keepdim`, a reduced dimension remains with size 1.
+    """
     x, out = call.inputs[0], call.outs[0]
     reduced = dims_argument(call, "dim", len(x.shape))
     for dim in reduced:

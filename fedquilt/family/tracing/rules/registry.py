@@ -19,7 +19,13 @@ RULES: dict[str, Rule] = {}  # Rules by the qualified name of their operation
 
 
 def rule(*packets: OpOverloadPacket) -> Callable[[Rule], Rule]:
-    """Register a rule for operations, with all their overloads and in-place versions."""
+    """Return a decorator that registers a rule for operations, with all overloads.
+
+    `find_rule` also uses it for their in-place versions.
+
+    Args:
+        packets: ATen operations, such as `aten.add`.
+    """
 
     def register(function: Rule) -> Rule:
         RULES.update({packet._qualified_op_name: function for packet in packets})

@@ -9,7 +9,10 @@ from fedquilt.family.tracing.run import Call
 
 
 def _spatial(count: int) -> Rule:
-    """Return the rule of operations that change the last `count` dimensions, such as pooling."""
+    """Return the rule of operations that change the last `count` dimensions, such as pooling.
+
+    The rule pins these dimensions and keeps all others.
+    """
 
     def pooled(call: Call, facts: Facts) -> list[Dims]:
         x = call.inputs[0]

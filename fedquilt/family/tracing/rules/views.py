@@ -103,7 +103,13 @@ def _slice(call: Call, facts: Facts) -> Dims:
 
 
 def _ranges(dim: Dim, sizes: Sequence[int], facts: Facts) -> list[Dim]:
-    """Split a dimension into ranges, and note them if its outermost factor is an atom."""
+    """Split a dimension into consecutive ranges, and return one dimension for each.
+
+    Args:
+        dim: The dimension.
+        sizes: Lengths of the ranges, in order.
+        facts: Takes the ranges as one fact if the outermost factor of `dim` is an atom.
+    """
     is_axis = any(isinstance(factor, Atom) for factor in resolve(dim)[:1])
     pieces = parts(dim, sizes)
     if is_axis:
