@@ -44,7 +44,7 @@ def parse_budget(text: str) -> Budget:
         bounds[name] = value
     try:
         share = float(bounds.pop("share")) if "share" in bounds else None
-        return Budget(share, **bounds)  # type: ignore[arg-type]  # It reads texts with units.
+        return Budget(share, **bounds)
     except (ValueError, BudgetError) as error:
         raise ConfigError(f"--budget {text} was asked for: {error}") from error
 

@@ -52,7 +52,7 @@ def _internals() -> Any:
     """Import the internals of flwr."""
     from importlib import import_module
 
-    found = {}
+    found: dict[str, Any] = {}
     for module, names in INTERNALS.items():
         imported = import_module(module)
         found |= {name: getattr(imported, name) for name in names}
