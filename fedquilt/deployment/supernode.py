@@ -125,15 +125,17 @@ class SuperNode:
                 if now - self._begun[name] > STABLE_SECONDS:
                     self._waits.pop(name, None)
                 wait = min(2 * self._waits.get(name, RESTART_SECONDS / 2), MAX_RESTART_SECONDS)
-                if process is self.node and self.is_refused:
+                is_refused = process is self.node and self.is_refused
+                if is_refused:  # Whoever watches reports it once.
                     wait = REFUSED_WAIT_SECONDS
                 self._waits[name], self._due[name] = wait, now + wait
-                _log.warning(
-                    "%s ended with status %s and is started again in %.0f s.",
-                    name,
-                    process.status,
-                    wait,
-                )
+                if not is_refused:
+                    _log.warning(
+                        "%s ended with status %s and is started again in %.0f s.",
+                        name,
+                        process.status,
+                        wait,
+                    )
             elif now >= self._due[name]:
                 del self._due[name]
                 process.start()
