@@ -150,8 +150,8 @@ class ServeCommand:
                 say(console, f"logs are in {self.out / WORKPLACE / 'flower'}")
                 with progress(console, experiment.rounds) as start:
 
-                    def training() -> Callable[[Record], None]:
-                        return start(0, {}, self._is_rate(), lambda _: "")
+                    def training(done: int) -> Callable[[Record], None]:
+                        return start(done, {}, self._is_rate(), lambda _: "")
 
                     self._follow(service, console, training)
             summary = read_summary(self.out)
@@ -162,7 +162,10 @@ class ServeCommand:
                 show_result(console, summary)
 
     def _follow(
-        self, service: Service, console: Console, training: Callable[[], Callable[[Record], None]]
+        self,
+        service: Service,
+        console: Console,
+        training: Callable[[int], Callable[[Record], None]],
     ) -> None:
         from fedquilt.cli.run_loop import Interrupted
         from fedquilt.cli.show import say

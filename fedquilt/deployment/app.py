@@ -19,21 +19,15 @@ from fedquilt.deployment.worker import reply_to
 
 FOLDER = Path(__file__).parent / "flower_app"  # The app's folder, for `flwr run`
 
-server = ServerApp()
-client = ClientApp()
 
-
-@server.main()
 def _serve(grid: Any, context: Any) -> None:
     train(Path(str(context.run_config["folder"])), grid)
 
 
-@client.query()
 def _enrol(message: Any, context: Any) -> Any:
     return reply_to(message, _host(str(context.node_config["settings"])))
 
 
-@client.train()
 def _train(message: Any, context: Any) -> Any:
     return reply_to(message, _host(str(context.node_config["settings"])))
 
@@ -46,3 +40,10 @@ def _host(settings: str) -> DeviceHost:
         settings: File of its settings, which `fedquilt join` puts into Flower's node-config.
     """
     return DeviceHost(DeviceSettings.load(Path(settings)))
+
+
+server = ServerApp()
+server.main()(_serve)
+client = ClientApp()
+client.query()(_enrol)
+client.train()(_train)

@@ -28,7 +28,7 @@ MAX_TTL_SECONDS = 7 * 24 * 3600.0  # Time that a message without a deadline is v
 POLL_SECONDS = 0.3  # Time between two questions for a reply
 POLLS_PER_SECOND = 40  # Questions of all threads together, of about 100 that a SuperLink serves
 RETRY_SECONDS = 2.0  # Time before a device is asked again
-ENROL_SECONDS = 120.0  # Time in which a device has to introduce itself
+ENROL_SECONDS = 45.0  # Time in which a device has to introduce itself
 # Reasons of Flower's errors by code. The text in an error may have internals of the device.
 _REASONS = {
     1: "the device's app could not be loaded",

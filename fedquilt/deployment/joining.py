@@ -21,9 +21,7 @@ from fedquilt.terms import Budget
 
 CONNECT_SECONDS = 10.0
 MAX_AHEAD, MAX_BEHIND = 5.0, 300.0  # Seconds that Flower allows a device's clock to be off
-REFUSED_SECONDS = 180.0  # A killed device's key counts as online for about a minute.
-# What a SuperNode prints if the server does not accept its key.
-_REFUSALS = ("could not be activated", "No SuperNode found", "NODE_ACTIVATION", "Unauthorized")
+REFUSED_SECONDS = 120.0  # Time for which a key that is not accepted is tried again
 
 
 def parse_budget(text: str) -> Budget:
@@ -44,7 +42,7 @@ def parse_budget(text: str) -> Budget:
         bounds[name] = value
     try:
         share = float(bounds.pop("share")) if "share" in bounds else None
-        return Budget(share, **bounds)  # type: ignore[arg-type]  # It reads texts with units.
+        return Budget(share, **bounds)
     except (ValueError, BudgetError) as error:
         raise ConfigError(f"--budget {text} was asked for: {error}") from error
 
@@ -188,22 +186,27 @@ def join(
     check_installed()
     node = SuperNode(settings, server.address, server.ca, server.key, isolation)
     refused_since: float | None = None
+    is_active = False
     with node:
-        say(f"{settings.name} has joined {server.address}. Ctrl-C leaves.")
-        length = node.node.log.stat().st_size
         while True:
             node.watch()
-            if not node.node.is_running and any(text in node.node.tail for text in _REFUSALS):
-                now = time.monotonic()
-                if refused_since is None:
-                    refused_since = now
-                    say("The server does not accept the key yet. It is tried again for 3 minutes.")
-                if now - refused_since > REFUSED_SECONDS:
-                    raise ConfigError(
-                        f"--key {server.key} was asked for; the server at {server.address} does "
-                        "not accept it. It has to be registered there (`fedquilt keys` and "
-                        "`fedquilt serve --keys`), and no other device may use it."
-                    )
-            elif refused_since is not None and node.node.log.stat().st_size > length:
-                refused_since = None if node.node.is_running else refused_since
+            now = time.monotonic()
+            if node.is_active != is_active:
+                is_active = node.is_active
+                state = "takes part in the federation of" if is_active else "has lost"
+                say(f"{settings.name} {state} {server.address}.")
+            if is_active:
+                refused_since = None
+            elif node.is_refused and refused_since is None:
+                refused_since = now
+                say(
+                    "The server does not accept the key. A device that was killed counts as online "
+                    f"for a minute, so it is tried again for {REFUSED_SECONDS:.0f} s."
+                )
+            if refused_since is not None and now - refused_since > REFUSED_SECONDS:
+                raise ConfigError(
+                    f"--key {server.key} was asked for; the server at {server.address} does not "
+                    "accept it. It has to be registered there (`fedquilt keys` and `fedquilt serve "
+                    "--keys`), and no other device may use it."
+                )
             time.sleep(WATCH_SECONDS)

@@ -134,7 +134,8 @@ def make_keys(folder: Path, num_devices: int, hosts: Sequence[str] = ()) -> NewK
 
 def expiry(path: Path) -> datetime.datetime:
     """Return when a certificate expires, in UTC."""
-    return read_certificate(path).not_valid_after_utc
+    moment: datetime.datetime = read_certificate(path).not_valid_after_utc
+    return moment
 
 
 def read_certificate(path: Path) -> Certificate:
@@ -242,9 +243,10 @@ def public_key_text(data: bytes) -> str:
 
     try:
         load = load_pem_public_key if data.startswith(b"-----") else load_ssh_public_key
-        return load(data).public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+        text: str = load(data).public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
     except UnsupportedAlgorithm as error:
         raise ValueError(str(error)) from error
+    return text
 
 
 # --- making them --------------------------------------------------------------------------------
@@ -397,13 +399,14 @@ def _new_key() -> EllipticCurvePrivateKey:
 def _public_text(key: EllipticCurvePrivateKey) -> str:
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-    return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+    text = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    return str(text, "ascii")
 
 
 def _pem(certificate: Certificate) -> bytes:
     from cryptography.hazmat.primitives.serialization import Encoding
 
-    return certificate.public_bytes(Encoding.PEM)
+    return bytes(certificate.public_bytes(Encoding.PEM))
 
 
 def _pem_key(key: EllipticCurvePrivateKey) -> bytes:
@@ -413,7 +416,7 @@ def _pem_key(key: EllipticCurvePrivateKey) -> bytes:
         PrivateFormat,
     )
 
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
 
 
 def _write_new(path: Path, data: bytes, private: bool = False) -> None:

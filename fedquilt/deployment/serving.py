@@ -185,20 +185,21 @@ class Service:
         self.starts += 1
 
     def follow(
-        self, say: Callable[[str], None], training: Callable[[], Callable[[Record], None]]
+        self, say: Callable[[str], None], training: Callable[[int], Callable[[Record], None]]
     ) -> None:
         """Wait until the run is finished. What ends in between is started again.
 
         Args:
             say: Prints a line.
-            training: Called once when the training begins. It returns what is called with the
-                record of every round.
+            training: Called once when the training begins, with the number of finished rounds. It
+                returns what is called with the record of every further round.
 
         Raises:
             ConfigError: The ServerApp failed for a reason that another start would not remove.
         """
+        num_seen = self._show(lambda _: None, 0)
         self.start_app()
-        began, shown, num_seen = time.monotonic(), "", -1
+        began, shown = time.monotonic(), ""
         watch: Callable[[Record], None] | None = None
         while True:
             for name in self.link.mend():
@@ -209,7 +210,7 @@ class Service:
                 say(shown)
             if status and status.state in ("training", "finished"):
                 if watch is None:
-                    watch = training()
+                    watch = training(num_seen)
                 num_seen = self._show(watch, num_seen)
             if status and status.state == "finished":
                 return

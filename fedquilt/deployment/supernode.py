@@ -24,7 +24,13 @@ _log = logging.getLogger(__name__)
 WATCH_SECONDS = 1.0  # Time between two looks at the processes
 RESTART_SECONDS = 5.0  # Time before a process is started again
 MAX_RESTART_SECONDS = 60.0
+REFUSED_WAIT_SECONDS = 10.0  # Time before a key is tried again that was not accepted
 STABLE_SECONDS = 120.0  # A process that ran for so long is restarted without a longer wait.
+# What a SuperNode prints. A log that is longer than what is read ends with messages.
+_STARTS = "Starting Flower SuperNode"
+_ACTIVE = "SuperNode ID:"
+_RECEIVES = "Receiving:"
+_REFUSED = "Failed to activate SuperNode"
 
 Isolation = Literal["process", "subprocess"]
 
@@ -92,6 +98,22 @@ class SuperNode:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    @property
+    def last_words(self) -> str:
+        """Return what the SuperNode has printed since it was started, or the end of that."""
+        return self.node.tail.rpartition(_STARTS)[2]
+
+    @property
+    def is_active(self) -> bool:
+        """Return True if the server has accepted the key, and the SuperNode runs."""
+        words = self.last_words
+        return self.node.is_running and (_ACTIVE in words or _RECEIVES in words)
+
+    @property
+    def is_refused(self) -> bool:
+        """Return True if the SuperNode has ended because the server does not accept the key."""
+        return not self.node.is_running and _REFUSED in self.last_words
+
     def watch(self) -> None:
         """Start processes again that have ended. A wait between two starts grows up to a minute."""
         now = time.monotonic()
@@ -103,13 +125,17 @@ class SuperNode:
                 if now - self._begun[name] > STABLE_SECONDS:
                     self._waits.pop(name, None)
                 wait = min(2 * self._waits.get(name, RESTART_SECONDS / 2), MAX_RESTART_SECONDS)
+                is_refused = process is self.node and self.is_refused
+                if is_refused:  # Whoever watches reports it once.
+                    wait = REFUSED_WAIT_SECONDS
                 self._waits[name], self._due[name] = wait, now + wait
-                _log.warning(
-                    "%s ended with status %s and is started again in %.0f s.",
-                    name,
-                    process.status,
-                    wait,
-                )
+                if not is_refused:
+                    _log.warning(
+                        "%s ended with status %s and is started again in %.0f s.",
+                        name,
+                        process.status,
+                        wait,
+                    )
             elif now >= self._due[name]:
                 del self._due[name]
                 process.start()

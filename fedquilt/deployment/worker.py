@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +21,11 @@ from typing import Any
 from fedquilt.deployment.envelope import pack, unpack
 from fedquilt.deployment.host import DeviceHost, DeviceSettings
 from fedquilt.errors import FedquiltError
+from fedquilt.names import said
 
 _log = logging.getLogger(__name__)
 IDLE_SECONDS = 0.3  # Time between two questions for a task
+MAX_TASKS = 8  # Tasks that are pulled at the same time
 LOST_SECONDS = 5.0  # Time before a SuperNode that does not answer is asked again
 # Internals of flwr that the worker needs, by module.
 INTERNALS = {
@@ -48,7 +52,7 @@ def _internals() -> Any:
     """Import the internals of flwr."""
     from importlib import import_module
 
-    found = {}
+    found: dict[str, Any] = {}
     for module, names in INTERNALS.items():
         imported = import_module(module)
         found |= {name: getattr(imported, name) for name in names}
@@ -67,6 +71,8 @@ class Worker:
     def __init__(self, address: str, host: DeviceHost, secret: bytes) -> None:
         self._flwr = _internals()
         self._address, self._host = address, host
+        self._training = threading.Lock()
+        self._slots = threading.Semaphore(MAX_TASKS)
         self._tasks = self._client(
             self._flwr.SuperExecAuthHttpInterceptor(
                 master_secret=secret,
@@ -103,29 +109,48 @@ class Worker:
                 time.sleep(IDLE_SECONDS)
 
     def take(self) -> bool:
-        """Take one task if there is one, and return True if there was."""
+        """Take one task if there is one, and return True if there was. It is worked on later."""
         request = self._flwr.AcquireTaskRequest(
             supported_task_types=[self._flwr.TaskType.CLIENT_APP]
         )
         acquired = self._tasks.AcquireTask(request)
         if not (acquired.HasField("task") and acquired.token):
             return False
-        client = self._client(self._flwr.RuntimeTokenHttpInterceptor(acquired.token))
+        self._slots.acquire()
+        threading.Thread(
+            target=self._work, args=(acquired.token,), name="task", daemon=True
+        ).start()
+        return True
+
+    def _work(self, token: str) -> None:
+        """Work on a task in a thread of its own.
+
+        The message of a task may never become complete, because the server has died while it was
+        sent. flwr then waits for minutes, in which other tasks have to go on. Training itself is
+        one task at a time.
+        """
+        client = self._client(self._flwr.RuntimeTokenHttpInterceptor(token))
         heartbeat = self._flwr.HeartbeatSender(self._flwr.make_task_heartbeat_fn_http(client))
         context, status, details = None, self._flwr.SubStatus.FAILED, "the worker stopped"
         try:
             heartbeat.start()
             message, context, _, _ = self._flwr.pull_task_input(client)
-            self._flwr.push_message(client, reply_to(message, self._host), context)
+            with self._training:
+                reply = reply_to(message, self._host)
+            self._flwr.push_message(client, reply, context)
             status, details = self._flwr.SubStatus.COMPLETED, ""
+        except Exception as error:
+            details = said(error)
+            _log.warning("A task was given up: %s", details)
         finally:
-            self._flwr.push_task_output(
-                client=client, context=context, sub_status=status, details=details
-            )
-            if heartbeat.is_running:
+            with suppress(Exception):  # The SuperNode may be gone, or the run may have ended.
+                self._flwr.push_task_output(
+                    client=client, context=context, sub_status=status, details=details
+                )
+            with suppress(RuntimeError):
                 heartbeat.stop()
             client.close()
-        return True
+            self._slots.release()
 
 
 def reply_to(message: Any, host: DeviceHost) -> Any:

@@ -51,7 +51,7 @@ def test_limitations_name_every_task() -> None:
     assert set(words) == set(TASKS)
     for text in (
         *words.values(),
-        "Simulation only",
+        "Real devices",
         "one input tensor",
         "in memory",
         "no secure aggregation",
