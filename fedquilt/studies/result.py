@@ -31,7 +31,7 @@ class Result:
 
     @property
     def main(self) -> str:
-        """Return the name of the main metric."""
+        """Return the name of the task's main metric, such as `accuracy`."""
         return main_of(self.summary)
 
     @property
@@ -52,7 +52,10 @@ class Result:
         return sum(record.macs for record in self.records)
 
     def metric(self, name: str = "") -> Mapping[str, float]:
-        """Return a metric of the last evaluated round by share; the main one without a name."""
+        """Return a metric of the last evaluated round by share. Empty: the run does not have it.
+
+        Without a name the main metric is returned.
+        """
         return figures_of(self.summary, name)
 
     def prefers_higher(self, metric: str = "") -> bool:
@@ -100,7 +103,7 @@ class Result:
 
     @property
     def best_figure(self) -> float | None:
-        """Return the widest model's main figure in its best round; None where `best` is."""
+        """Return the widest model's main figure in the round of `best`; None if `best` is None."""
         if self.best is None:
             return None
         figures = self.best[1].figures
