@@ -131,8 +131,7 @@ class Preset:
     name: str = field(default="", metadata={"setting": False})
 
     def scale(self, name: str) -> Scale:
-        """Return the scale of this name. A name that the preset does not have is a `ConfigError`.
-        """
+        """Return the scale of this name. A name that the preset lacks is a `ConfigError`."""
         if name in self.scales:
             return self.scales[name]
         raise ConfigError(
@@ -141,8 +140,7 @@ class Preset:
         )
 
     def seeds_at(self, scale: str) -> tuple[int, ...]:
-        """Return the random seeds of each row: those of the scale, or the preset's if it has none.
-        """
+        """Return the random seeds of each row: those of the scale, or the preset's without any."""
         return self.scale(scale).seeds or self.seeds
 
     def grid_at(self, scale: str) -> dict[str, tuple[Any, ...]]:
@@ -177,7 +175,7 @@ class Preset:
         return [(name, self._located(settings, Path(folder))) for name, settings in rows]
 
     def _settings_of(self, row: Row, scale: Scale) -> Settings:
-        """Return the settings of a row, with all layers laid over one another."""
+        """Return new settings of a row at a scale, merged in the order at the top of this file."""
         layers = [self.settings, *(self.parts[part] for part in row.parts), row.settings]
         layers += [
             scale.settings,
@@ -189,12 +187,10 @@ class Preset:
         return settings
 
     def _located(self, settings: Settings, folder: Path) -> Settings:
-        """Replace the names of data and supernet files by their paths in `folder`, in-place.
+        """Replace names of data and supernet files by paths in `folder`, and return the settings.
 
-        Data files that `data` does not list stay as they are. The same settings are returned.
-
-        Raises:
-            DataError: A file is not in the folder.
+        They are changed in-place. Data files that `data` does not list stay as they are. A missing
+        file is a `DataError`.
         """
         for keys, file in _data_files(settings):
             name = file.removesuffix(".npz")

@@ -213,8 +213,8 @@ def check_alike(properties: Mapping[str, Mapping[str, Collection[str]]]) -> None
     """Refuse rows that differ in a property, because their figures cannot be compared.
 
     Args:
-        properties: By the name of each property, such as "data", a mapping from each of its values
-            to the names of the rows that have the value.
+        properties: For each property, such as "data", the names of the rows that have each of its
+            values. The outer key is the property, and the inner key is the value.
 
     Raises:
         ConfigError: A property has several values. All of them are listed.

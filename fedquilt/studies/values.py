@@ -87,8 +87,7 @@ class Value:
 
     @property
     def factor(self) -> float:
-        """Return the factor by which a number is multiplied before it is shown, such as 100 for %.
-        """
+        """Return the factor by which a number is multiplied to show it, such as 100 for percent."""
         return UNITS[self.unit][0]
 
     @property
