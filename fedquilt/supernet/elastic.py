@@ -357,8 +357,8 @@ def _channel_groups(blocks: Mapping[str, BlockSpec]) -> list[_ChannelGroup]:
     """Return groups of tensor axes that carry the same channels.
 
     A residual sum or a layer connects the axes of a group. Groups inside of blocks have the kind
-    "expansion", and those between blocks have the kind "width". The first group has the channels of
-    the images.
+    "expansion", and those between blocks have the kind "width". Channels of images and classes have
+    no kind.
 
     Args:
         blocks: Blocks of a net by name, in the order of the forward pass.
