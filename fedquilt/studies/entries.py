@@ -96,7 +96,7 @@ class PlannedRun:
 
     @property
     def experiment(self) -> Experiment:
-        """Return the settings as the experiment that they describe."""
+        """Return the experiment that the settings describe. Invalid ones are a `ConfigError`."""
         return Experiment.of(self.settings)
 
 

@@ -106,7 +106,11 @@ def check_rows_in(preset: Preset, folder: Path) -> None:
 
 
 def _matches(names: Sequence[str], text: str) -> list[str]:
-    """Return the name that equals a text, ignoring case, or else all names that contain it."""
+    """Return the names that a text selects, ignoring case.
+
+    Names that equal the text are returned alone. Else these are all names that contain it. Empty:
+    none does.
+    """
     folded = text.casefold()
     equal = [name for name in names if name.casefold() == folded]
     return equal or [name for name in names if folded in name.casefold()]

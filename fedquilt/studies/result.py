@@ -61,8 +61,8 @@ class Result:
     def prefers_higher(self, metric: str = "") -> bool:
         """Return True if a metric is better when it is higher.
 
-        `local_NAME` and `NAME/DOMAIN` are like NAME. Names that are not in `METRICS`, such as
-        `robust`, are like the main metric.
+        Without a name the main metric is meant. `local_NAME` and `NAME/DOMAIN` are like NAME. Names
+        that are not in `METRICS`, such as `robust`, are like the main metric.
         """
         kind = kind_of(metric) if metric else None
         if kind is None or self._is_main(metric):
@@ -70,7 +70,10 @@ class Result:
         return kind.higher_is_better
 
     def is_in_percent(self, metric: str = "") -> bool:
-        """Return True if a metric is shown in percent. Names are read as in `prefers_higher`."""
+        """Return True if a metric is a rate, which tables show in percent.
+
+        Without a name the main metric is meant. Names are read as in `prefers_higher`.
+        """
         kind = kind_of(metric) if metric else None
         if kind is None or self._is_main(metric):
             return in_percent(self.summary)

@@ -116,8 +116,11 @@ class Study:
     def frame(self, by_round: bool = False) -> pd.DataFrame:
         """Return a pandas DataFrame with one line per entry, seed and share.
 
+        Figures are those of the last evaluated round. `fedquilt.studies.frames` lists the columns.
+
         Args:
-            by_round: True: one line per entry, seed, round and share.
+            by_round: True: one line per entry, seed, round and share, with the figures of the
+                round.
         """
         return frame(self.results, by_round)
 
@@ -479,7 +482,10 @@ def _listed(values: Iterable[Any], description: str) -> tuple[Any, ...]:
 
 
 def _whole_seeds(seeds: Iterable[int]) -> tuple[int, ...]:
-    """Return seeds as Python integers. NumPy's integers are converted."""
+    """Return seeds as Python integers. NumPy's integers are converted.
+
+    Values that are not whole numbers, or not in a list, are a `ConfigError`.
+    """
     try:
         return tuple(operator.index(seed) for seed in _listed(seeds, "seeds"))
     except TypeError as error:

@@ -127,7 +127,7 @@ class Table:
         has_best = has_best or [False for _ in self.head]
 
         def padded(text: str, column: int) -> str:
-            """Leave space for the mark, so that the digits of a column are below each other."""
+            """Append space for a mark in columns with a marked cell, so that digits are aligned."""
             return text + " " * len(_BEST) if has_best[column] else text
 
         lines = [[padded(text, column) for column, text in enumerate(self.head)]]

@@ -243,7 +243,10 @@ class _Messenger:
         """Send nothing, because the parent sees the end of this process."""
 
     def fail(self, error: FedquiltError) -> None:
-        """Send the error that ends this process, so that the parent can raise it again."""
+        """Send the error that ends this process, so that the parent can raise it again.
+
+        The name of its class, its text and its notes are sent.
+        """
         notes = list(getattr(error, "__notes__", ()))
         self._send(error={"kind": type(error).__name__, "text": str(error), "notes": notes})
 

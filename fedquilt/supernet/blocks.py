@@ -118,12 +118,15 @@ class BlockSpec(ABC):
 
     @property
     def elastic_kernel(self) -> str:
-        """Return the name of the weight whose kernel a space may crop, or "" if there is none."""
+        """Return the name, inside the block, of the weight whose kernel a space may crop.
+
+        It is empty if there is none.
+        """
         return ""
 
     @property
     def cost(self) -> MemberCost:
-        """Return the multiply-adds and parameters of the block."""
+        """Return the multiply-adds of one sample and the parameters, summed over all layers."""
         return _block_cost(self)
 
 

@@ -381,11 +381,14 @@ class Search:
 
         Uniformly drawn choices give multiply-adds close to the middle. A predictor that is fitted
         on them alone would be inaccurate for small and large members. Every second member is drawn
-        uniformly, the others have random limits between the smallest and the largest member.
+        uniformly. The others fill random limits between the smallest and the largest member.
 
         Args:
             count: Number of members. A space with fewer gives all of them.
             seed: Random seed.
+
+        Returns:
+            Canonical configurations, in the order in which they were drawn.
         """
         random = np.random.default_rng([seed, 3])
         low, high = (
@@ -404,7 +407,7 @@ class Search:
 
     @property
     def is_enumerable(self) -> bool:
-        """Return True if the space is small enough to look at all of its configurations."""
+        """Return True if the space has at most `MAX_ENUMERATED` configurations."""
         return self.space.num_configs <= MAX_ENUMERATED
 
     def _column(self, name: str) -> Floats:

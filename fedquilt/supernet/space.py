@@ -288,7 +288,7 @@ class Space(ABC):
     def cross(self, a: Config, b: Config, generator: torch.Generator) -> Config:
         """Take every choice from one of two configurations, each with probability 1/2.
 
-        Choices of a block that only one of them keeps come from that one.
+        Choices of a block that only one of them keeps come from that one. The result is canonical.
 
         Args:
             a: First configuration.
