@@ -46,7 +46,7 @@ class Entry:
     def points(self) -> list[Point]:
         """Return all combinations of the grid's values, each as values by path.
 
-        The values of the last path vary first. An empty grid gives one empty point.
+        The values of the last path vary fastest. An empty grid gives one empty point.
         """
         paths = list(self.grid)
         return [

@@ -75,7 +75,7 @@ class Watch(Protocol):
     def begin(self, planned: PlannedRun, display: Display) -> Callable[[Record], None]:
         """Return a function that receives the records of a run, one after each round.
 
-        It is called once for each run that begins or resumes.
+        This method is called once for each run that begins or resumes.
 
         Args:
             planned: The run.

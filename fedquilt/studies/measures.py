@@ -206,7 +206,8 @@ MEASURES: dict[str, Measure] = {
 def measure_problems(measure: str) -> list[str]:
     """Return a list with one sentence if a measure is unknown, and else an empty list.
 
-    Known are `TRAINING` and the names of `MEASURES`. The sentence suggests the nearest known name.
+    Known measures are `TRAINING` and the names of `MEASURES`. The sentence suggests the nearest
+    one.
     """
     names = (TRAINING, *MEASURES)
     return (

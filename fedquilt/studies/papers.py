@@ -140,7 +140,7 @@ class Preset:
         )
 
     def seeds_at(self, scale: str) -> tuple[int, ...]:
-        """Return the random seeds of each row: the scale's, or the preset's if it has none."""
+        """Return the random seeds of each row: the scale's own, or else the preset's."""
         return self.scale(scale).seeds or self.seeds
 
     def grid_at(self, scale: str) -> dict[str, tuple[Any, ...]]:

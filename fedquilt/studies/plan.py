@@ -145,7 +145,7 @@ class Plan:
     def check(self, confirmed: bool = False) -> None:
         """Refuse more than `MAX_RUNS` runs, and settings of entries that do not resolve.
 
-        One final run and all points of the grid are checked for each entry. Nothing is loaded.
+        One final run and all points of the grid are checked for each entry. Nothing is trained.
 
         Args:
             confirmed: True: any number of runs is accepted.
@@ -328,8 +328,8 @@ class Plan:
         """Refuse a folder in which an entry of the same name has other settings.
 
         Other seeds and other entries are accepted, because finished runs are not repeated. More
-        rounds are accepted too, because finished runs are resumed. If both plans tune, how they
-        tune must agree.
+        rounds are accepted too, because finished runs are resumed. If both plans have grids, their
+        validation share, tuning settings and tuning seeds must agree.
 
         Args:
             other: The plan of the study in the folder.

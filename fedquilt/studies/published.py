@@ -43,7 +43,7 @@ def spread_of(results: Sequence[Result], value: Value) -> Spread | None:
     """Return mean and sample deviation of a value over runs. None: no run has it.
 
     A value that is itself a mean over clients has their deviation. Over several seeds, these means
-    and deviations are averaged. The deviation is None if it is 0.
+    and deviations are averaged, and an averaged deviation of 0 becomes None.
 
     Args:
         results: Runs of one row, with different seeds.

@@ -318,7 +318,10 @@ class Space(ABC):
     # --- nets ------------------------------------------------------------------------------------
 
     def cost(self, config: Config) -> MemberCost:
-        """Count multiply-adds and parameters of a configuration, without building its net."""
+        """Count multiply-adds of one sample and parameters of a configuration.
+
+        The net is not built.
+        """
         costs = [block.cost for block in self.blocks(config).values()]
         return MemberCost(sum(cost.macs for cost in costs), sum(cost.params for cost in costs))
 
