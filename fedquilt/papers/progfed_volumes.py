@@ -34,8 +34,15 @@ def cubes(
 def _samples(key: int, count: int, side: int, channels: int, classes: int) -> tuple[Tensor, Tensor]:
     """Return random volumes and their masks.
 
-    A mask has a cube of each foreground class at a random place. Later classes cover earlier ones.
-    A volume is its mask plus noise.
+    A mask has a cube of each foreground class at a random place, with sides of `EDGE` voxels. Later
+    classes cover earlier ones. A volume is its mask plus noise, in every channel.
+
+    Args:
+        key: Key of the random numbers.
+        count: Number of samples.
+        side: Voxels along each of the three sides.
+        channels: Number of channels of a volume.
+        classes: Number of classes. Class 0 is the background.
 
     Returns:
         Volumes (sample, channel, side, side, side) and masks (sample, side, side, side).

@@ -58,6 +58,10 @@ class Comparison:
             metric: Name of the metric. Empty: the main one.
             target: Value of the metric for which costs are shown. None: none are.
             baseline: Row whose best main figure the cost tables refer to. Empty: no cost tables.
+
+        Raises:
+            ConfigError: There are no runs, their data, tasks or main metrics differ, or the metric,
+                target or baseline does not exist.
         """
         runs = list(results)
         _check_comparable(runs)
@@ -73,7 +77,7 @@ class Comparison:
 
     @cached_property
     def runs(self) -> list[Result]:
-        """Return the runs of all rows."""
+        """Return the runs of all rows in one list, row by row."""
         return [result for runs in self.rows.values() for result in runs]
 
     @cached_property
@@ -83,12 +87,15 @@ class Comparison:
 
     @cached_property
     def shares(self) -> list[str]:
-        """Return all shares that have the metric, in the order of the first row."""
+        """Return all shares that have the metric in any run, in the order of the first row.
+
+        They are texts as summaries have them, such as "0.5".
+        """
         return list(dict.fromkeys(s for result in self.runs for s in result.metric(self.metric)))
 
     @cached_property
     def labels(self) -> dict[str, str]:
-        """Return the name of each share in tables."""
+        """Return the text that tables show for each share: a name by the method, or the number."""
         named = {
             share: label
             for result in self.runs
@@ -98,7 +105,7 @@ class Comparison:
 
     @cached_property
     def verdicts(self) -> dict[str, Verdict]:
-        """Return the row that is marked at each share, or why none is."""
+        """Return for each share the row that is marked as best, or the reason why none is."""
         higher = self.runs[0].prefers_higher(self.metric)
         show = points_text if self.percent else "{:.4g}".format
         verdicts: dict[str, Verdict] = {}
@@ -120,7 +127,7 @@ class Comparison:
 
     @cached_property
     def baseline_costs(self) -> dict[str, dict[float, Cost]]:
-        """Return the cost by row and then by percentage.
+        """Return the cost to percentages of the baseline's best figure, by row and then percentage.
 
         Empty: there is no baseline, or it was never evaluated.
         """
@@ -128,11 +135,14 @@ class Comparison:
 
     @cached_property
     def has_baseline(self) -> bool:
-        """Return True if a run of the baseline was evaluated. One that diverges at once is not."""
+        """Return True if at least one run of the baseline has an evaluated round.
+
+        A baseline that diverges at once has none. Without a baseline the result is False.
+        """
         return any(result.best_figure is not None for result in self.rows.get(self.baseline, ()))
 
     def spread(self, name: str, share: str, metric: str) -> Spread | None:
-        """Return mean and deviation of a metric of a row. None: no run has the figure.
+        """Return mean and deviation over seeds of a metric of a row. None: no run has the figure.
 
         Args:
             name: Name of the row.
@@ -143,7 +153,10 @@ class Comparison:
 
 
 def _check_comparable(runs: Sequence[Result]) -> None:
-    """Refuse an empty list, and runs of different data, tasks or main metrics."""
+    """Refuse an empty list, and runs of different data, tasks or main metrics.
+
+    Both are a `ConfigError`. A run whose summary names no data or task fits all others.
+    """
     if not runs:
         raise ConfigError(
             "a comparison was asked for; there are no runs. Give at least one finished run."

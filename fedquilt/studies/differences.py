@@ -12,7 +12,14 @@ from fedquilt.studies.entries import (
 
 
 def entry_differences(new: Entry, old: Entry) -> list[str]:
-    """Return one line for each setting or grid that differs. More rounds are no difference."""
+    """Return one line of text for each setting or grid that differs between two entries.
+
+    More rounds in the new entry are no difference, but fewer are. Seeds are not compared.
+
+    Args:
+        new: Entry that is asked for.
+        old: Entry of the study that exists.
+    """
     old_settings = {**old.settings, "rounds": num_rounds(old.settings)}
     settings = new.settings
     if num_rounds(settings) >= old_settings["rounds"]:
@@ -27,7 +34,15 @@ def _plain_grid(entry: Entry) -> dict[str, list[Any]]:
 
 
 def value_differences(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
-    """Return one line for each value that differs, by its path. Seeds are not compared."""
+    """Return one line of text for each value that differs, with its dotted path and both values.
+
+    Nested tables are compared value by value. A missing value is shown as `nothing`. The top-level
+    key `seed` is ignored.
+
+    Args:
+        new: Tables that are asked for.
+        old: Tables that exist.
+    """
     new_values = dict(_leaves("", new))
     old_values = dict(_leaves("", old))
     nothing = "nothing"
@@ -40,7 +55,12 @@ def value_differences(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[st
 
 
 def _leaves(path: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of everything in nested tables."""
+    """Yield the dotted path and the value of everything in nested tables. Tuples become lists.
+
+    Args:
+        path: Path of the table. Empty for the outermost one.
+        table: Tables and values by key. Empty tables yield nothing.
+    """
     for key, value in table.items():
         inner = f"{path}.{key}" if path else key
         if isinstance(value, Mapping):

@@ -39,12 +39,15 @@ class Entry:
 
     @property
     def folder(self) -> str:
-        """Return the name of its folder."""
+        """Return the name of the row's folder inside the folder of the study."""
         return folder_name(self.name)
 
     @property
     def points(self) -> list[Point]:
-        """Return all combinations of the grid's values, in the order in which they were given."""
+        """Return all combinations of the grid's values, each as values by path.
+
+        The values of the last path vary fastest. An empty grid gives one empty point.
+        """
         paths = list(self.grid)
         return [
             dict(zip(paths, values, strict=True))
@@ -76,7 +79,11 @@ class PlannedRun:
 
     @property
     def title(self) -> str:
-        """Return the name of the run in progress lines."""
+        """Return the name of the run in progress lines.
+
+        Examples are `fedrolex, seed 0` for a final run and `fedrolex, lr 0.1, tuning` for a tuning
+        run.
+        """
         if self.stage == "final":
             return f"{self.entry}, seed {self.seed}"
         tuned = ", ".join(f"{_last_key(path)} {value}" for path, value in self.point.items())
@@ -84,17 +91,17 @@ class PlannedRun:
 
     @property
     def rounds(self) -> int:
-        """Return the number of rounds, without resolving the settings."""
+        """Return the planned number of rounds, without resolving the settings."""
         return num_rounds(self.settings)
 
     @property
     def experiment(self) -> Experiment:
-        """Return the settings as the experiment that they describe."""
+        """Return the experiment that the settings describe. Invalid ones are a `ConfigError`."""
         return Experiment.of(self.settings)
 
 
 def at_point(settings: Settings, point: Point) -> Settings:
-    """Return a copy of settings with the values of a point."""
+    """Return a deep copy of settings in which the values of a point are set at their paths."""
     assignments = [(parse_path(path), value) for path, value in point.items()]
     return assign_all(copy.deepcopy(settings), assignments)
 
@@ -106,6 +113,9 @@ def find_entry(entries: Sequence[str], text: str, flag: str) -> tuple[str, str]:
         entries: Names of all entries.
         text: Value of a flag.
         flag: Name of the flag, for the message.
+
+    Raises:
+        ConfigError: The text names an entry that does not exist.
     """
     path, equals, value = text.partition("=")
     name, colon, setting = path.rpartition(":")
@@ -119,7 +129,11 @@ def find_entry(entries: Sequence[str], text: str, flag: str) -> tuple[str, str]:
 
 
 def folder_name(name: str) -> str:
-    """Return a name as that of a folder: letters, digits, dots and hyphens, at most 80 bytes."""
+    """Return a name as that of a folder, of at most `MAX_FOLDER_BYTES` bytes.
+
+    Letters, digits, dots, hyphens and underscores stay, and other characters become underscores. A
+    longer name is cut, and a checksum of the whole name is appended.
+    """
     plain = re.sub(r"[^\w.-]+", "_", name).strip("_.") or "entry"
     if len(plain.encode()) <= MAX_FOLDER_BYTES:
         return plain
@@ -127,7 +141,10 @@ def folder_name(name: str) -> str:
 
 
 def point_name(point: Point) -> str:
-    """Return the name of a point's folder, made of its settings and values."""
+    """Return the name of a point's folder, such as `lr0.1-momentum0.9`.
+
+    It joins the last key of each path with its value.
+    """
     return folder_name(
         "-".join(f"{_last_key(path)}{value_name(value)}" for path, value in point.items())
     )
@@ -136,7 +153,8 @@ def point_name(point: Point) -> str:
 def value_name(value: Any) -> str:
     """Return a value as part of a folder's name.
 
-    Different values of one type get different texts.
+    Characters that do not fit become underscores, and a checksum is appended then. Different values
+    of one type get different texts.
     """
     text = str(value)
     plain = re.sub(r"[^\w.-]+", "_", text).strip("_")
@@ -146,7 +164,7 @@ def value_name(value: Any) -> str:
 
 
 def _checksum(text: str) -> str:
-    """Return eight digits that tell long names of folders apart."""
+    """Return the CRC-32 of a text as eight hexadecimal digits, to tell names of folders apart."""
     return f"{zlib.crc32(text.encode()):08x}"
 
 
@@ -155,6 +173,6 @@ def _last_key(path: str) -> str:
 
 
 def num_rounds(settings: Settings) -> int:
-    """Return the number of rounds in settings, or the default number."""
+    """Return the number of rounds in settings, or the default number if they have none."""
     rounds: int = settings.get("rounds", Experiment.rounds)
     return rounds

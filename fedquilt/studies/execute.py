@@ -59,7 +59,12 @@ class Display:
 
     @staticmethod
     def of(run: Run, rounds: int) -> Display:
-        """Return the facts about a prepared run, of which `rounds` are planned."""
+        """Return the facts about a prepared run.
+
+        Args:
+            run: The run. Rounds that its server has finished count as done.
+            rounds: Number of rounds in all, finished ones included.
+        """
         labels = labels_by_share(run.method, run.fleet.kinds, run.world, run.evaluation.shares)
         return Display(rounds, run.server.round, run.world.task.main.is_rate, labels)
 
@@ -68,10 +73,22 @@ class Watch(Protocol):
     """Observer of a study's progress. With several jobs it is called from several threads."""
 
     def begin(self, planned: PlannedRun, display: Display) -> Callable[[Record], None]:
-        """Return a function that is called with every record of a run that begins or resumes."""
+        """Return a function that receives the records of a run, one after each round.
+
+        This method is called once for each run that begins or resumes.
+
+        Args:
+            planned: The run.
+            display: Facts for a display of its progress.
+        """
 
     def end(self, planned: PlannedRun, result: Result) -> None:
-        """Receive the result of a run that has finished, or that was finished before."""
+        """Receive the result of a run that has finished, or that was finished before.
+
+        Args:
+            planned: The run.
+            result: Its summary and records.
+        """
 
 
 class Unwatched(Watch):
@@ -94,7 +111,10 @@ class Grounds:
     _last: list[tuple[Experiment, Ground]] = field(default_factory=list)
 
     def of(self, experiment: Experiment) -> Ground:
-        """Return the ground of an experiment. One is kept at a time, because data may be large."""
+        """Return the ground of an experiment: the last one if it fits, or a newly loaded one.
+
+        One ground is kept at a time, because data may be large.
+        """
         for last_experiment, ground in self._last:
             if _same_ground(experiment, last_experiment):
                 return ground
@@ -105,7 +125,11 @@ class Grounds:
 
 
 def _same_ground(first: Experiment, second: Experiment) -> bool:
-    """Return True if two experiments have the same data, model and devices."""
+    """Return True if two experiments can share their data, model and devices.
+
+    Their seed, task, initial weights, computing device and precision must be equal too. Searched
+    models also need equal settings of the search, which depend on the method.
+    """
     names = ("data", "model", "task", "fleet", "seed", "init")
     if any(getattr(first, name) != getattr(second, name) for name in names):
         return False
@@ -168,7 +192,16 @@ def execute(
 def finished(planned: PlannedRun, path: Path) -> Result | None:
     """Return the result in a run's folder. None: the run is not finished.
 
-    Settings are not resolved, so that a study of many runs is read quickly.
+    It is not finished if there is no summary, or if the summary has fewer rounds than planned. A
+    diverged run is finished. Settings are not resolved, so that a study of many runs is read
+    quickly.
+
+    Args:
+        planned: The run.
+        path: Folder of the run, which need not exist.
+
+    Raises:
+        RecordError: The summary or the records are damaged.
     """
     summary = read_summary(path)
     if summary is None:
@@ -186,7 +219,15 @@ def finished(planned: PlannedRun, path: Path) -> Result | None:
 
 
 def _all_records(path: Path, summary: Mapping[str, Any]) -> list[Record]:
-    """Return the records of a finished run. Without all of them its costs would be wrong."""
+    """Return the records of a finished run. Missing rounds in between are logged as a warning.
+
+    Args:
+        path: Folder of the run.
+        summary: Content of its summary.json.
+
+    Raises:
+        RecordError: Records cannot be read, or end before the last round. Costs would be wrong.
+    """
     remedy = f"Delete the folder {path} to train this run again."
     try:
         records = read_records(path)
@@ -208,10 +249,11 @@ def _all_records(path: Path, summary: Mapping[str, Any]) -> list[Record]:
 
 
 def perform(planned: PlannedRun, path: Path | None, grounds: Grounds, watch: Watch) -> Result:
-    """Train one run to its end, from its last checkpoint where there is one.
+    """Train one run to its end, from its last checkpoint where there is one, and return its result.
 
-    If the loss is no longer a number, the state before that round counts, and the summary names the
-    round as `diverged`.
+    If the measure is not `TRAINING`, the measure is computed instead, without training. If the loss
+    is no longer a number, the state before that round counts, and the summary names the round as
+    `diverged`.
 
     Args:
         planned: The run.
@@ -262,7 +304,10 @@ def torch_settings_restored() -> Iterator[None]:
 
 @contextmanager
 def warnings_shown_once() -> Iterator[None]:
-    """Log a warning about a run once in the block, although every seed has the same one."""
+    """Log each distinct message of `fedquilt.runs` once in the block.
+
+    Without this, runs that differ in their seed would repeat the same warning.
+    """
     shown: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -280,7 +325,11 @@ def warnings_shown_once() -> Iterator[None]:
 
 
 def _diverged(run: Run) -> dict[str, Any]:
-    """Return summary entries of a diverged run: figures of its last state, and the round."""
+    """Return summary entries of a diverged run: figures of its last state, and the failed round.
+
+    The state is that before the failed round. It is evaluated here unless its own round was
+    evaluated.
+    """
     grades = run.grades
     if not run.records or not run.records[-1].grades.main:
         grades = grade(run.federation, run.server, run.fleet, run.engine, run.evaluation)
@@ -294,7 +343,20 @@ def _diverged(run: Run) -> dict[str, Any]:
 def _opened(
     planned: PlannedRun, path: Path | None, grounds: Grounds, stack: ExitStack
 ) -> tuple[Experiment, Run, Folder | None]:
-    """Return the experiment, the run and its folder, new or as an earlier process left them."""
+    """Return the experiment, the run and its folder, new or as an earlier process left them.
+
+    A stored run keeps its stored settings, except for the number of rounds, which is updated in its
+    `config.toml`.
+
+    Args:
+        planned: The run.
+        path: Folder of the run. None: nothing is written, and the returned folder is None.
+        grounds: Data and model of the run before, which are reused or replaced.
+        stack: Closes the folder at its end.
+
+    Raises:
+        ConfigError: The stored run has more rounds than planned.
+    """
     experiment = planned.experiment
     if path is None:
         ground = grounds.of(experiment)
@@ -322,7 +384,13 @@ def _opened(
 
 
 def _measured(planned: PlannedRun, path: Path | None, grounds: Grounds) -> Result:
-    """Return the numbers of a measure for a run that is prepared and not trained."""
+    """Return the numbers of a measure for a run that is prepared and not trained.
+
+    Args:
+        planned: The run, with the name of its measure.
+        path: Folder for `config.toml` and `summary.json`. None: nothing is written.
+        grounds: Data and model of the run before, which are reused or replaced.
+    """
     experiment = planned.experiment
     ground = grounds.of(experiment)
     run = experiment.prepare(ground)

@@ -98,6 +98,6 @@ def frame(results: Iterable[Result], by_round: bool = False) -> pandas.DataFrame
 
 
 def metric_names(result: Result) -> list[str]:
-    """Return the metrics of the last evaluated round, the main one first."""
+    """Return the metrics of the last evaluated round that have figures, the main one first."""
     names = dict.fromkeys([result.main, "accuracy", *result.summary.get("metrics", {})])
     return [name for name in names if result.metric(name)]

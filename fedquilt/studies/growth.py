@@ -88,9 +88,15 @@ def growth(run: Run, rounds: int) -> dict[str, Any]:
 def total_cost(run: Run, rounds: int) -> Spent:
     """Return the bytes and multiply-adds of some rounds, as the trained run would record them.
 
+    They are sums over all clients and rounds. Nothing is trained. Uploads that miss the deadline of
+    the link do not count.
+
     Args:
         run: A prepared run, of any method whose clients send weights alone.
-        rounds: Number of rounds that are counted.
+        rounds: Number of rounds that are counted, from the first one on.
+
+    Raises:
+        ConfigError: Clients send state besides weights.
     """
     count = _Count(run)
     down = up = macs = 0
@@ -117,7 +123,14 @@ class _Count:
         self.traffic: dict[tuple[Submodel, Submodel], tuple[int, int]] = {}
 
     def of(self, job: Job) -> Spent:
-        """Return the cost of one job. Over a link that may lose weights every job has its own."""
+        """Return the bytes down, the bytes up and the multiply-adds of one client's job.
+
+        Costs are cached by client, sub-model and learner. Over a link that may lose weights nothing
+        is cached, because the bytes differ between jobs.
+
+        Raises:
+            ConfigError: The client sends state besides weights.
+        """
         learner = self.run.method.learner(job, self.run.world)
         if learner.state:
             raise ConfigError(
@@ -147,7 +160,13 @@ class _Count:
         return Spent(*self.traffic[key], macs)
 
     def _bytes(self, job: Job, learner: Learner, wanted: Submodel) -> tuple[int, int]:
-        """Return the bytes down and up of a job whose training changes nothing."""
+        """Return the bytes down and up of a job, as if training left the initial weights unchanged.
+
+        Args:
+            job: Client, round and sub-model.
+            learner: Local training of the job, which decides which weights travel.
+            wanted: Sub-model that the client sends back.
+        """
         federation, family = self.run.federation, self.run.world.family
         member = family.member(job.submodel)
         names = learner.received(member)
@@ -163,7 +182,15 @@ def _named(cost: Spent) -> dict[str, int]:
 
 
 def _parameters(run: Run, stages: int) -> dict[str, Mapping[str, int] | float]:
-    """Return the parameters of blocks, heads and nets by stage."""
+    """Return the numbers of parameters by stage, as the last entries of `growth`.
+
+    Keys of `blocks`, `heads` and `params` are the numbers of stages from "1" on, as text. `blocks`
+    and `heads` count one stage alone, and `params` the net that has grown up to it.
+
+    Args:
+        run: A prepared run of ProgFed.
+        stages: Number of stages.
+    """
     family = run.world.family
     blocks, heads, params = {}, {}, {}
     for stage in range(1, stages + 1):
@@ -181,7 +208,12 @@ def _parameters(run: Run, stages: int) -> dict[str, Mapping[str, int] | float]:
 
 
 def _count(run: Run, part: str) -> int:
-    """Return the number of parameters of a part of the model."""
+    """Return the number of trainable parameters of a part of the model at full width.
+
+    Args:
+        run: A prepared run.
+        part: Name of the part in the family's layout, such as "stage1" or "head1".
+    """
     family = run.world.family
     layout = family.layout
     names = [name for name in layout.parts[part] if name in family.trainable]

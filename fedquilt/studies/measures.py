@@ -30,12 +30,14 @@ Measure = Callable[[Run, int], Mapping[str, Any]]
 def clients(run: Run, rounds: int) -> dict[str, Any]:
     """Return the costs of clients in a round, and the part of the model that each domain trains.
 
+    The plans of the rounds are followed without training. Deviations are population deviations.
+
     Args:
         run: A run that was prepared and not trained.
         rounds: Number of rounds after which the trained part of the model is counted.
 
     Returns:
-        `macs`: multiply-adds of one training batch, mean and deviation over clients.
+        `macs`: multiply-adds of one training batch, as `mean` and `deviation` over clients.
         `params`: numbers that travel in a round, to a client and back, likewise.
         `trained`: the part of all parameters that clients of a domain have ever trained, by domain.
     """
@@ -50,15 +52,20 @@ def clients(run: Run, rounds: int) -> dict[str, Any]:
 def coverage(run: Run, rounds: int) -> dict[str, Any]:
     """Count how often clients train each channel and entry of the last convolution.
 
-    An entry of a weight counts if the client has both its input and its output channel.
+    All clients of all rounds count. Nothing is trained. An entry of a weight counts if the client
+    has both its input and its output channel.
 
     Args:
         run: A run that was prepared and not trained.
         rounds: Number of rounds that are counted.
 
     Returns:
-        `weight`: name of the weight.
-        `channel`, `entry`: smallest count, and mean and deviation over channels or entries.
+        `weight`: name of the last trainable weight with four dimensions.
+        `channel`, `entry`: the smallest count (`least`), and `mean` and `deviation` over all output
+        channels or all entries.
+
+    Raises:
+        ConfigError: The model has no convolution, or no client trains it.
     """
     family = run.world.family
     weight = _last_convolution(family)
@@ -84,7 +91,7 @@ def coverage(run: Run, rounds: int) -> dict[str, Any]:
 def sizes(run: Run, rounds: int) -> dict[str, Any]:
     """Return parameters and multiply-adds of the models that the method deploys and trains.
 
-    A mixture of several nets counts as the sum of them.
+    A mixture of several nets counts as the sum of them. Multiply-adds are those of one sample.
 
     Args:
         run: A run that was prepared and not trained.
@@ -119,14 +126,17 @@ def sizes(run: Run, rounds: int) -> dict[str, Any]:
 def traffic(run: Run, rounds: int) -> dict[str, Any]:
     """Return the bytes that travel in a round, counted from the plans and payloads of some rounds.
 
+    Nothing is trained. Payloads are built from the initial weights and coded by the run's link.
+
     Args:
         run: A prepared run, of any method whose clients send weights alone.
         rounds: Number of rounds that are counted.
 
     Returns:
         `bytes_down`, `bytes_up`: sums over all rounds and clients.
-        `round_bytes`: mean over rounds, both ways.
-        `params`, `macs`: of the model that the server has at full width.
+        `round_bytes`: mean over rounds of the bytes of all clients, both ways.
+        `params`, `macs`: parameters and multiply-adds per sample of the model that is deployed at
+        share 1.
 
     Raises:
         ConfigError: The method sends state besides weights.
@@ -144,7 +154,9 @@ def traffic(run: Run, rounds: int) -> dict[str, Any]:
 
 
 def limits(run: Run, rounds: int) -> dict[str, Any]:
-    """Return how much of the devices' limits on multiply-adds their own nets use.
+    """Return the part of the devices' limits on multiply-adds that their own nets use.
+
+    Devices without such a limit are left out.
 
     Args:
         run: A prepared run of a method whose clients keep nets of their own, such as RaFL.
@@ -156,6 +168,7 @@ def limits(run: Run, rounds: int) -> dict[str, Any]:
         `utilisation`: `used` divided by `limit`.
         `common_utilisation`: the same if all devices had the largest net that fits every device.
         `nets`: number of different nets.
+        All other entries of `Method.account` are included.
 
     Raises:
         ConfigError: The method does not report this, or no device has a limit on multiply-adds.
@@ -191,7 +204,11 @@ MEASURES: dict[str, Measure] = {
 
 
 def measure_problems(measure: str) -> list[str]:
-    """Return a sentence if a name is neither `TRAINING` nor in `MEASURES`."""
+    """Return a list with one sentence if a measure is unknown, and else an empty list.
+
+    Known measures are `TRAINING` and the names of `MEASURES`. The sentence suggests the nearest
+    one.
+    """
     names = (TRAINING, *MEASURES)
     return (
         [] if measure in names else [f"there is no measure {measure!r}.{nearest(measure, names)}"]
@@ -199,7 +216,7 @@ def measure_problems(measure: str) -> list[str]:
 
 
 def _after(run: Run, rounds: int) -> Run:
-    """Return the run as if it had been trained for some rounds, with its weights unchanged."""
+    """Return a copy of the run whose server is at round `rounds`. Its weights are unchanged."""
     return replace(run, server=replace(run.server, round=rounds))
 
 
@@ -214,7 +231,10 @@ def _last_convolution(family: Family) -> str:
 
 
 def _indicator(positions: Positions | None, size: int) -> Tensor:
-    """Return a vector with 1 at the positions, and 0 elsewhere. None: 1 everywhere."""
+    """Return a vector of `size` numbers, with 1 at the positions and 0 elsewhere.
+
+    If `positions` is None, the axis is not cut, and all numbers are 1.
+    """
     if positions is None:
         return torch.ones(size)
     indicator = torch.zeros(size)
@@ -223,7 +243,10 @@ def _indicator(positions: Positions | None, size: int) -> Tensor:
 
 
 def _evenness(counts: Tensor) -> dict[str, float]:
-    """Return the smallest count, the mean, and the population standard deviation."""
+    """Return the smallest count, the mean and the population standard deviation of all counts.
+
+    They are called `least`, `mean` and `deviation`. `counts` may have any shape.
+    """
     exact = counts.double()
     return {
         "least": int(counts.min()),
@@ -233,6 +256,9 @@ def _evenness(counts: Tensor) -> dict[str, float]:
 
 
 def _cost(family: Family, nets: Iterable[Submodel]) -> tuple[int, int]:
-    """Return the parameters and the multiply-adds per sample of several nets together."""
+    """Return the parameters and the multiply-adds per sample, each summed over all `nets`.
+
+    Weights that several nets share count once for each net.
+    """
     costs = [family.cost(net) for net in nets]
     return sum(cost.params for cost in costs), sum(cost.macs for cost in costs)

@@ -17,13 +17,20 @@ Show = Callable[[float], str]  # Formats a number.
 
 
 def spread_of(values: Iterable[float]) -> Spread | None:
-    """Return mean and deviation of some values. None: there are no values."""
+    """Return mean and sample deviation of some values. None: there are no values."""
     numbers = list(values)
     return Spread.of(numbers) if numbers else None
 
 
 def spread_text(spread: Spread | None, percent: bool) -> str:
-    """Return `61.2 ± 0.8%`, or with four significant digits where it is not a rate."""
+    """Return `61.2 ± 0.8%`, or with four significant digits where it is not a rate.
+
+    Without a deviation only the mean is shown. Without a spread the result is a dash.
+
+    Args:
+        spread: Mean and deviation, as shares of 1 for a rate. None: there are no values.
+        percent: True if it is a rate, which is shown in percent.
+    """
     if spread is None:
         return NOTHING
     if spread.deviation is None:
@@ -34,7 +41,7 @@ def spread_text(spread: Spread | None, percent: bool) -> str:
 
 
 def mean_text(runs: Iterable[Result], number: Callable[[Result], float | None], show: Show) -> str:
-    """Return the mean over the runs that have a number.
+    """Return the formatted mean over the runs that have a number, or a dash if none has.
 
     Args:
         runs: Runs of one row.
@@ -47,10 +54,10 @@ def mean_text(runs: Iterable[Result], number: Callable[[Result], float | None], 
 
 
 def points_text(difference: float) -> str:
-    """Return a difference of rates in percentage points."""
+    """Return a difference of rates in percentage points: `0.50 points` for 0.005."""
     return f"{100 * difference:.2f} points"
 
 
 def count_text(mean: float) -> str:
-    """Return a mean of counts, without a decimal if it is a whole number."""
+    """Return a mean of counts with one decimal, or with none if that decimal is 0."""
     return f"{mean:,.1f}".removesuffix(".0")

@@ -53,7 +53,7 @@ class Column:
 
     @cached_property
     def parsed(self) -> Value:
-        """Return the value that the text names."""
+        """Return `value` as a `Value`, which has a path of keys and a unit."""
         return Value.parse(self.value)
 
 
@@ -131,7 +131,7 @@ class Preset:
     name: str = field(default="", metadata={"setting": False})
 
     def scale(self, name: str) -> Scale:
-        """Return a scale by its name."""
+        """Return the scale of this name. A name that the preset lacks is a `ConfigError`."""
         if name in self.scales:
             return self.scales[name]
         raise ConfigError(
@@ -140,27 +140,34 @@ class Preset:
         )
 
     def seeds_at(self, scale: str) -> tuple[int, ...]:
-        """Return the random seeds of each row at a scale."""
+        """Return the random seeds of each row: the scale's own, or else the preset's."""
         return self.scale(scale).seeds or self.seeds
 
     def grid_at(self, scale: str) -> dict[str, tuple[Any, ...]]:
-        """Return the values to try for each tuned setting, by its path. Empty: nothing is tuned."""
+        """Return the values to try for each tuned setting, by its path. Empty: nothing is tuned.
+
+        Values of the scale named `scale` replace the preset's values for the same path.
+        """
         return {**self.grid, **self.scale(scale).grid}
 
     def tuning_at(self, scale: str) -> Settings:
-        """Return the settings that are laid over each row for tuning runs."""
+        """Return the settings that are laid over each row for its tuning runs.
+
+        They are the preset's, with those of the scale named `scale` merged into them.
+        """
         return overlay(dict(self.tuning), dict(self.scale(scale).tuning))
 
     def rows_at(self, scale: str, folder: str | Path | None = None) -> list[tuple[str, Settings]]:
-        """Return the name and the settings of each row, with everything laid over one another.
+        """Return the name and the complete settings of each row, without a seed.
 
         Args:
             scale: Name of a scale.
-            folder: Folder in which data files are looked up. None: their names stay as they are.
+            folder: Folder with the data and supernet files, whose paths replace their names in the
+                settings. None: the names stay as they are.
 
         Raises:
             ConfigError: There is no such scale.
-            DataError: A row needs a data file that is not in the folder.
+            DataError: A row needs a data or supernet file that is not in the folder.
         """
         rows = [(row.name, self._settings_of(row, self.scale(scale))) for row in self.rows]
         if folder is None:
@@ -168,7 +175,7 @@ class Preset:
         return [(name, self._located(settings, Path(folder))) for name, settings in rows]
 
     def _settings_of(self, row: Row, scale: Scale) -> Settings:
-        """Return the settings of a row, with all layers laid over one another."""
+        """Return new settings of a row at a scale, merged in the order at the top of this file."""
         layers = [self.settings, *(self.parts[part] for part in row.parts), row.settings]
         layers += [
             scale.settings,
@@ -180,7 +187,11 @@ class Preset:
         return settings
 
     def _located(self, settings: Settings, folder: Path) -> Settings:
-        """Return settings in which the data file and the supernet file have their paths."""
+        """Replace names of data and supernet files by paths in `folder`, and return the settings.
+
+        They are changed in-place. Data files that `data` does not list stay as they are. A missing
+        file is a `DataError`.
+        """
         for keys, file in _data_files(settings):
             name = file.removesuffix(".npz")
             if name not in self.data:
@@ -200,7 +211,12 @@ class Preset:
 
 
 def data_folder(folder: str | Path | None = None) -> Path:
-    """Return the folder of data files. None or empty: FEDQUILT_DATA, or `data` if it is not set."""
+    """Return the folder of data files, which need not exist.
+
+    Args:
+        folder: Folder that the user named. None or empty: that of the environment variable
+            FEDQUILT_DATA, or `data` if it is not set.
+    """
     return Path(folder or os.environ.get(DATA_VARIABLE) or DATA_FOLDER)
 
 
@@ -239,12 +255,12 @@ def missing_supernet(file: str, space: str, folder: Path, preset: str) -> DataEr
 
 
 def presets() -> tuple[str, ...]:
-    """Return the names of all tables and figures, as PAPER/TABLE."""
+    """Return the names of all built-in tables and figures, as PAPER/TABLE in alphabetical order."""
     return tuple(_files())
 
 
 def papers() -> dict[str, tuple[str, ...]]:
-    """Return the names of the tables and figures of each paper, as PAPER/TABLE."""
+    """Return the names of the built-in tables and figures, as PAPER/TABLE, by paper."""
     tables: dict[str, tuple[str, ...]] = {}
     for name in presets():
         paper = name.partition("/")[0]
@@ -270,7 +286,16 @@ def read_preset(name: str) -> Preset:
 
 
 def parsed_preset(name: str) -> Preset:
-    """Read a preset quickly, without checking the settings of its rows."""
+    """Read a preset quickly, without checking the settings of its rows.
+
+    Missing defaults are filled in: empty paper numbers, the scale `full`, and the note of `smoke`.
+
+    Args:
+        name: Name of `presets()`, or the path of a file that ends with `.toml`.
+
+    Raises:
+        ConfigError: There is no such table, or its file cannot be read or has unknown keys.
+    """
     file = Path(name) if name.endswith(".toml") else _file(name)
     try:
         text = file.read_bytes()
@@ -286,7 +311,11 @@ def parsed_preset(name: str) -> Preset:
 
 
 def tables_named(name: str) -> tuple[str, ...]:
-    """Return the tables that a name selects: one table, or all tables of a paper."""
+    """Return the built-in tables that a name selects: one table, or all tables of a paper.
+
+    Raises:
+        ConfigError: No paper, table or figure has this name. The message suggests the nearest one.
+    """
     tables = papers()
     if name in tables:
         return tables[name]
@@ -311,7 +340,7 @@ def _file(name: str) -> Traversable:
 
 
 def _files() -> dict[str, Traversable]:
-    """Return the files of all presets by name, in the order of names."""
+    """Return the TOML files of all built-in presets by PAPER/TABLE, sorted by name."""
     folders = [entry for entry in files("fedquilt.papers").iterdir() if entry.is_dir()]
     by_name = {
         f"{folder.name}/{entry.name.removesuffix('.toml')}": entry
@@ -335,7 +364,10 @@ def paper_number(text: str) -> float | None:
 
 
 def _problems(preset: Preset) -> Iterator[str]:
-    """Yield every problem of a preset, with its position in the file."""
+    """Yield every problem of a preset as text, with its position in the file.
+
+    Settings of rows are checked only if names, numbers and lists have no problem.
+    """
     shape = list(_problems_of_shape(preset))
     yield from shape
     if not shape:
@@ -343,7 +375,11 @@ def _problems(preset: Preset) -> Iterator[str]:
 
 
 def _problems_of_shape(preset: Preset) -> Iterator[str]:
-    """Yield problems of names, numbers and lists."""
+    """Yield a text for each problem outside of the settings of rows.
+
+    These are empty lists, repeated names, an unknown measure, invalid columns, missing parts, a
+    missing smoke scale, and seeds within settings.
+    """
     for key, values in (
         ("columns", preset.columns),
         ("rows", preset.rows),
@@ -377,7 +413,7 @@ def _problems_of_shape(preset: Preset) -> Iterator[str]:
 
 
 def _problems_of_scales(preset: Preset) -> Iterator[str]:
-    """Yield parts and paths that a scale changes and the preset does not have."""
+    """Yield a text for each part or grid path of a scale that the preset does not have."""
     for name, scale in preset.scales.items():
         for part in scale.parts:
             if part not in preset.parts:
@@ -390,7 +426,7 @@ def _problems_of_scales(preset: Preset) -> Iterator[str]:
 
 
 def _all_settings(preset: Preset) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the path of every table of settings in a preset's file, and the table."""
+    """Yield every table of settings in a preset, each behind its path in the preset's file."""
     yield "settings", preset.settings
     yield "tuning", preset.tuning
     yield from ((f"parts.{name}", part) for name, part in preset.parts.items())
@@ -420,7 +456,7 @@ def _problems_of_row(preset: Preset, row: Row, position: str) -> Iterator[str]:
 
 
 def _problems_of_settings(preset: Preset) -> Iterator[str]:
-    """Yield the problems of the settings of all rows at all scales, each problem once.
+    """Yield the problems of the settings of all rows at all scales, each problem once as text.
 
     A problem is reported for the first scale and row that has it.
     """
@@ -466,7 +502,10 @@ def _problems_of_experiment(preset: Preset, settings: Settings, scale: str) -> I
 
 
 def _data_files(settings: Settings) -> list[tuple[list[str], str]]:
-    """Return the data files that settings name, each with its keys."""
+    """Return the names of .npz files under `data`, each behind the keys that lead to it.
+
+    Keys are ["data", "name"] or ["data", "path"]. The list is empty if the data is not a file.
+    """
     data = settings.get("data")
     if isinstance(data, str):
         data = {"name": data}
@@ -480,14 +519,17 @@ def _data_files(settings: Settings) -> list[tuple[list[str], str]]:
 
 
 def _supernet_file(settings: Settings) -> str:
-    """Return the supernet file that settings name; empty if they name none."""
+    """Return the supernet file that settings name under `model`; empty if they name none."""
     model = settings.get("model")
     file = model.get("supernet", "") if isinstance(model, Mapping) else ""
     return file if isinstance(file, str) else ""
 
 
 def _without_files(settings: Settings) -> Settings:
-    """Return settings that `Experiment.of` can check without the files."""
+    """Return a copy of settings that `Experiment.of` can check without the files.
+
+    The supernet becomes empty, and a data file becomes the data `npz` in the current folder.
+    """
     settings = overlay(settings, {})
     if _supernet_file(settings):
         settings = assign(settings, _SUPERNET, "")

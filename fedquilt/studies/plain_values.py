@@ -44,7 +44,7 @@ def to_json(
 
 
 def _plain(comparison: Comparison) -> dict[str, Any]:
-    """Return all numbers as values that JSON has."""
+    """Return all numbers of a comparison as nested dictionaries and lists that JSON can hold."""
     request: dict[str, Any] = {}
     if comparison.target is not None:
         request["target"] = comparison.target

@@ -136,17 +136,23 @@ class Plan:
 
     @property
     def num_runs(self) -> int:
-        """Return the number of runs, tuning included."""
+        """Return the number of runs: final runs of all entries and seeds, and all tuning runs."""
         tuning = sum(
             math.prod(map(len, entry.grid.values())) for entry in self.entries if entry.grid
         )
         return tuning * self.tuning_seeds + len(self.entries) * len(self.seeds)
 
     def check(self, confirmed: bool = False) -> None:
-        """Refuse too many runs, and settings that do not fit.
+        """Refuse more than `MAX_RUNS` runs, and settings of entries that do not resolve.
+
+        One final run and all points of the grid are checked for each entry. Nothing is trained.
 
         Args:
             confirmed: True: any number of runs is accepted.
+
+        Raises:
+            ConfigError: There are too many runs, or settings have problems, which are listed by
+                entry.
         """
         if self.num_runs > MAX_RUNS and not confirmed:
             raise ConfigError(
@@ -172,6 +178,9 @@ class Plan:
         """Refuse entries with different data or tasks, because their figures cannot be compared.
 
         A task that is not named follows from the data, and is therefore that of the other entries.
+
+        Raises:
+            ConfigError: Entries differ. The message lists them by data or task.
         """
         data: dict[str, list[str]] = {}
         tasks: dict[str, list[str]] = {}
@@ -187,14 +196,18 @@ class Plan:
 
     @property
     def tuning_runs(self) -> list[PlannedRun]:
-        """Return the runs on the validation part: all points of the grids, for the first seeds."""
+        """Return the runs on the validation part, for all points of the grids and the tuning seeds.
+
+        They are ordered by entry, then by seed, then by point. Entries without a grid have none.
+        """
         return [run for entry in self.entries for run in self._tuning_runs(entry)]
 
     def final_runs(self, chosen: Mapping[str, Point]) -> list[PlannedRun]:
         """Return the runs of all seeds, seed by seed, because entries of one seed share their data.
 
         Args:
-            chosen: Point of the grid by entry, for those that have one.
+            chosen: Chosen point of the grid by the name of the entry. Entries that are missing here
+                run with their own settings.
         """
         return [
             self._final(entry, seed, chosen.get(entry.name, {}))
@@ -224,9 +237,10 @@ class Plan:
         return runs
 
     def _on_validation(self, settings: Settings) -> Settings:
-        """Return settings with which a run is evaluated on the validation part alone.
+        """Change settings in-place so that a run is evaluated on the validation part alone.
 
-        It is evaluated once, at the end, unless the settings ask for more.
+        It is evaluated once, at the end, unless the settings ask for more. A validation share in
+        the settings is kept. The same settings are returned.
         """
         data = settings.get("data", {})
         # A setting of 0 is kept, because it means that the data has a validation part of its own.
@@ -240,7 +254,10 @@ class Plan:
     # --- the file --------------------------------------------------------------------------------
 
     def to_toml(self) -> str:
-        """Return the text of `study.toml`, from which `Plan.read` makes an equal plan."""
+        """Return the text of `study.toml`, from which `Plan.read` makes an equal plan.
+
+        Seeds in the settings of entries are left out. The last line is a checksum.
+        """
         import tomli_w
 
         entries = [
@@ -267,6 +284,9 @@ class Plan:
         """Return the plan in a study's folder.
 
         A warning is logged if the file was changed after it had been written.
+
+        Raises:
+            ConfigError: There is no `study.toml`, or it is not what a study wrote.
         """
         file = folder / STUDY_FILE
         if not file.is_file():
@@ -308,11 +328,15 @@ class Plan:
         """Refuse a folder in which an entry of the same name has other settings.
 
         Other seeds and other entries are accepted, because finished runs are not repeated. More
-        rounds are accepted too, because finished runs are resumed.
+        rounds are accepted too, because finished runs are resumed. If both plans have grids, their
+        validation share, tuning settings and tuning seeds must agree.
 
         Args:
             other: The plan of the study in the folder.
             folder: The folder, for the message.
+
+        Raises:
+            ConfigError: Settings, tuning or the measure differ. All differences are listed.
         """
         lines = []
         earlier = {entry.name: entry for entry in other.entries}
@@ -336,8 +360,9 @@ class Plan:
     def extending(self, other: Plan) -> Plan:
         """Return this plan with the entries and seeds of another one that it leaves out.
 
-        The result is written to `study.toml`. Without the other plan's entries and seeds, runs
-        with other settings could later replace those that are in the folder.
+        An entry that both plans have is taken from this plan. The result is written to
+        `study.toml`. Without the other plan's entries and seeds, runs with other settings could
+        later replace those that are in the folder.
 
         Args:
             other: A plan that `check_extends` accepts.
@@ -355,12 +380,15 @@ class Plan:
 
     @property
     def has_grid(self) -> bool:
-        """Return True if an entry is tuned."""
+        """Return True if at least one entry has a grid to tune."""
         return any(entry.grid for entry in self.entries)
 
     @property
     def _tuning_choices(self) -> dict[str, Any]:
-        """Return all that the choice of a point depends on, besides settings and grid."""
+        """Return the validation share, tuning settings and tuning seeds by name.
+
+        Besides settings and grid, the choice of a point depends on nothing else.
+        """
         return {
             "validation": self.validation,
             "tuning": self.tuning,
@@ -369,7 +397,7 @@ class Plan:
 
 
 def _found_instead(folder: Path) -> str:
-    """Return what is in the folder in place of a study, and what would work."""
+    """Return the end of a message: the content of the folder in place of a study, and a remedy."""
     if folder.is_file():
         return "this is a file. Name the folder that --out named."
     if not folder.is_dir():
@@ -382,7 +410,8 @@ def _found_instead(folder: Path) -> str:
 def runs_outside_a_study(folder: Path) -> str:
     """Return a sentence about runs in a folder that belong to no study. Empty: there are none.
 
-    Earlier versions of `compare` wrote one run into DIR/METHOD.
+    Only runs directly below the folder are found. Earlier versions of `compare` wrote one run into
+    DIR/METHOD.
     """
     names = sorted(file.parent.name for file in folder.glob("*/rounds.jsonl"))
     if not names:
@@ -399,7 +428,12 @@ def _file_checksum(text: str) -> str:
 
 
 def _problems_of_values(path: str, values: Sequence[Any]) -> Iterator[str]:
-    """Yield the problems of one path of a grid, each as the end of a sentence."""
+    """Yield the problems of one path of a grid, each as the end of a sentence.
+
+    Args:
+        path: Dotted path of the setting.
+        values: Values that are to be tried.
+    """
     names = [value_name(value).casefold() for value in values]
     if not parse_path(path):
         yield "was asked for; write a path as in method.local.optimizer.lr."

@@ -42,8 +42,12 @@ def comparison_table(preset: Preset, results: Iterable[Result], scale: str = FUL
 def spread_of(results: Sequence[Result], value: Value) -> Spread | None:
     """Return mean and sample deviation of a value over runs. None: no run has it.
 
-    A value that is itself a mean over clients has their deviation. Over several seeds, means and
-    deviations are averaged.
+    A value that is itself a mean over clients has their deviation. Over several seeds, these means
+    and deviations are averaged, and an averaged deviation of 0 becomes None.
+
+    Args:
+        results: Runs of one row, with different seeds.
+        value: Number to read from each run.
     """
     numbers = [number for result in results if (number := value.of(result)) is not None]
     if not numbers:
@@ -58,13 +62,21 @@ def spread_of(results: Sequence[Result], value: Value) -> Spread | None:
 
 
 def spread_text(spread: Spread, value: Value) -> str:
-    """Return mean ± deviation in the unit of a value, or the mean alone if there is one number."""
+    """Return mean ± deviation in the unit of a value, or the mean alone without a deviation."""
     shown = value.shown(spread.mean)
     return shown if spread.deviation is None else f"{shown} ± {value.shown(spread.deviation)}"
 
 
 def _difference(paper: str, spread: Spread | None, value: Value) -> str:
-    """Return measured minus paper in the unit of a value."""
+    """Return measured minus paper as text, in the unit of a value.
+
+    A dash is returned if one of the two is missing. Zero has no minus sign.
+
+    Args:
+        paper: Number as the paper prints it, in the unit of the value. Empty: none.
+        spread: Measured numbers, before the unit is applied. None: none were measured.
+        value: Value whose unit and decimals are used.
+    """
     number = paper_number(paper)
     if number is None or spread is None:
         return NOTHING

@@ -68,7 +68,11 @@ def comparison(
 
 
 def _main_table(comparison: Comparison) -> Table:
-    """Return the metric at every share, and the costs."""
+    """Return the table with one line per row of the study.
+
+    Its columns are the metric at every share, mean costs, and the cost of the widest share to the
+    target if there is one. The marked row of each share is set as best.
+    """
     rows: list[list[Cell | str]] = []
     for name, runs in comparison.rows.items():
         figures = [
@@ -88,9 +92,14 @@ def _main_table(comparison: Comparison) -> Table:
 
 
 def _widest_costs(comparison: Comparison, name: str) -> list[str]:
-    """Return the rounds and bytes until the widest share had the target, if there is one.
+    """Return two cells: the mean rounds and bytes until the widest share reached the target.
 
-    The other shares are in `target_tables`, because all of them would make this table too wide.
+    Without a target the list is empty. The other shares are in `_target_tables`, because all of
+    them would make this table too wide.
+
+    Args:
+        comparison: Rows and target.
+        name: Name of the row.
     """
     if comparison.target is None:
         return []
@@ -105,7 +114,10 @@ def _has_clock(comparison: Comparison) -> bool:
 
 
 def _totals(comparison: Comparison) -> dict[str, tuple[Callable[[Result], float | None], Show]]:
-    """Return the columns of costs: a function for the number of a run, and its format."""
+    """Return the columns of costs by title: a function for the number of a run, and its format.
+
+    Times over the link and late uploads have columns only if a run recorded them.
+    """
     totals: dict[str, tuple[Callable[[Result], float | None], Show]] = {
         "to clients": (lambda result: result.summary.get("bytes_down"), size),
         "back": (lambda result: result.summary.get("bytes_up"), size),
@@ -134,7 +146,7 @@ def _title(comparison: Comparison) -> str:
 def _target_columns(
     comparison: Comparison,
 ) -> dict[str, tuple[Callable[[Cost], float | None], Show]]:
-    """Return the costs to a target: the number, and how it is shown.
+    """Return the columns of costs to a target by title: a function for the number, and its format.
 
     Where the link has a clock, there is also the time that the rounds would take over it.
     """
@@ -148,7 +160,7 @@ def _target_columns(
 
 
 def _target_tables(comparison: Comparison) -> list[Table]:
-    """Return the cost of reaching the target for each row and share, if there is a target.
+    """Return one table of the cost to reach the target, by row and share. Empty: no target.
 
     It is a table of its own, because columns for every share would make the first one too wide.
     """
@@ -190,7 +202,10 @@ def _notes(comparison: Comparison) -> list[str]:
 
 
 def _verdict_notes(comparison: Comparison) -> list[str]:
-    """Return notes on the rows that are marked at each share, one note for each reason."""
+    """Return notes on the row that is marked at each share, or on the reason why none is.
+
+    Shares with the same reason have a common note.
+    """
     by_reason: dict[str, list[str]] = {}
     for share, verdict in comparison.verdicts.items():
         outcome = "nothing is marked"
@@ -208,7 +223,10 @@ def _verdict_notes(comparison: Comparison) -> list[str]:
 
 
 def _domain_tables(comparison: Comparison) -> list[Table]:
-    """Return the widest share's metric by domain, if there are domains."""
+    """Return one table of the widest share's metric, by row and domain. Empty: no domains.
+
+    Metrics of an evaluation under attack have no such table.
+    """
     if comparison.metric in UNDER_ATTACK:  # The part behind a slash is a robustness there.
         return []
     domains = dict.fromkeys(
@@ -237,7 +255,11 @@ def _domain_tables(comparison: Comparison) -> list[Table]:
 
 
 def _cost_tables(comparison: Comparison) -> list[Table]:
-    """Return rounds, bytes and multiply-adds to percentages of the baseline's best figure."""
+    """Return three tables of the cost to reach percentages of the baseline's best main figure.
+
+    They have rounds, bytes and client multiply-adds, with a column for each percentage. The list is
+    empty without a baseline, or if no run of the baseline was evaluated.
+    """
     if not comparison.has_baseline:
         return []
     main = comparison.runs[0].main
@@ -273,7 +295,10 @@ def _cost_tables(comparison: Comparison) -> list[Table]:
 
 
 def _size_tables(comparison: Comparison) -> list[Table]:
-    """Return the sizes of devices, with one table for all rows that have the same sizes."""
+    """Return the sizes of the members of each share, with a common table for rows of equal sizes.
+
+    Only the first run of a row is read. Rows whose summary has no members are left out.
+    """
     rows_by_members: dict[str, list[str]] = {}  # Names of rows by their members.
     for name, runs in comparison.rows.items():
         if members_of(runs[0].summary):

@@ -61,10 +61,13 @@ def plan_of(
 
 
 def chosen_rows(preset: Preset, texts: Sequence[str]) -> list[Row]:
-    """Return the rows whose name contains one of the texts, ignoring case.
+    """Return the rows whose name contains one of the texts, ignoring case, in the table's order.
 
     Without a text all rows are returned. A text that is the complete name of a row selects that row
     alone. Without this rule "FedAvg, LQ-8" could not be run without "FedAvg, LQ-8 + SP-25".
+
+    Raises:
+        ConfigError: One of the texts is in no row's name.
     """
     if not texts:
         return list(preset.rows)
@@ -87,6 +90,9 @@ def check_rows_in(preset: Preset, folder: Path) -> None:
     Args:
         preset: The table.
         folder: Folder of the study, which need not exist.
+
+    Raises:
+        ConfigError: The study in the folder has other entries.
     """
     if not (folder / STUDY_FILE).is_file():
         return
@@ -100,7 +106,11 @@ def check_rows_in(preset: Preset, folder: Path) -> None:
 
 
 def _matches(names: Sequence[str], text: str) -> list[str]:
-    """Return the name that equals a text, ignoring case, or else all names that contain it."""
+    """Return the names that a text selects, ignoring case.
+
+    Names that equal the text are returned alone. Else these are all names that contain it. Empty:
+    none does.
+    """
     folded = text.casefold()
     equal = [name for name in names if name.casefold() == folded]
     return equal or [name for name in names if folded in name.casefold()]
@@ -154,6 +164,10 @@ class Storing(Watch):
 
 
 def _paper_and_table(name: str) -> tuple[str, str]:
-    """Return the paper and the table of a preset. For a user's file: its folder and its stem."""
+    """Return the paper and the table in the name of a preset, which is PAPER/TABLE.
+
+    For the path of a user's file they are its folder's name and its stem. Without a folder the
+    paper is `own`.
+    """
     folder, _, table = name.removesuffix(".toml").rpartition("/")
     return stored_name(Path(folder).name) or "own", table

@@ -31,7 +31,7 @@ class Result:
 
     @property
     def main(self) -> str:
-        """Return the name of the main metric."""
+        """Return the name of the task's main metric, such as `accuracy`."""
         return main_of(self.summary)
 
     @property
@@ -52,14 +52,17 @@ class Result:
         return sum(record.macs for record in self.records)
 
     def metric(self, name: str = "") -> Mapping[str, float]:
-        """Return a metric of the last evaluated round by share; the main one without a name."""
+        """Return a metric of the last evaluated round by share. Empty: the run does not have it.
+
+        Without a name the main metric is returned.
+        """
         return figures_of(self.summary, name)
 
     def prefers_higher(self, metric: str = "") -> bool:
         """Return True if a metric is better when it is higher.
 
-        `local_NAME` and `NAME/DOMAIN` are like NAME. Names that are not in `METRICS`, such as
-        `robust`, are like the main metric.
+        Without a name the main metric is meant. `local_NAME` and `NAME/DOMAIN` are like NAME. Names
+        that are not in `METRICS`, such as `robust`, are like the main metric.
         """
         kind = kind_of(metric) if metric else None
         if kind is None or self._is_main(metric):
@@ -67,7 +70,10 @@ class Result:
         return kind.higher_is_better
 
     def is_in_percent(self, metric: str = "") -> bool:
-        """Return True if a metric is shown in percent. Names are read as in `prefers_higher`."""
+        """Return True if a metric is a rate, which tables show in percent.
+
+        Without a name the main metric is meant. Names are read as in `prefers_higher`.
+        """
         kind = kind_of(metric) if metric else None
         if kind is None or self._is_main(metric):
             return in_percent(self.summary)
@@ -100,7 +106,7 @@ class Result:
 
     @property
     def best_figure(self) -> float | None:
-        """Return the widest model's main figure in its best round; None where `best` is."""
+        """Return the widest model's main figure in the round of `best`; None if `best` is None."""
         if self.best is None:
             return None
         figures = self.best[1].figures

@@ -38,7 +38,7 @@ class Spread:
 
     @staticmethod
     def of(values: Iterable[float]) -> Spread:
-        """Return mean and sample deviation of at least one value."""
+        """Return mean and sample deviation of at least one value. No values are a `ValueError`."""
         numbers = list(values)
         if not numbers:
             raise ValueError("the mean of no values was asked for; at least one is needed.")
@@ -91,6 +91,10 @@ def paired_difference(first: BySeed, second: BySeed) -> Spread | None:
     """Return mean and deviation of the differences first - second over common seeds.
 
     `Spread.error` is the standard error of the mean difference. None: there is no common seed.
+
+    Args:
+        first: Figures of one row by seed.
+        second: Figures of the other row by seed.
     """
     differences = [value - second[seed] for seed, value in first.items() if seed in second]
     return Spread.of(differences) if differences else None
@@ -130,7 +134,7 @@ def best_entry(
 
 
 def _rank(by_seed: BySeed) -> float:
-    """Return the mean of a row, or minus infinity if it is not a number."""
+    """Return the mean over the seeds of a row, or minus infinity if the mean is NaN."""
     mean = _mean(list(by_seed.values()))
     return -math.inf if math.isnan(mean) else mean
 
@@ -138,7 +142,17 @@ def _rank(by_seed: BySeed) -> float:
 def _compare(
     best: str, runner_up: str, signed: Mapping[str, BySeed], show: Callable[[float], str]
 ) -> Verdict:
-    """Compare two rows of figures that are better when they are higher."""
+    """Return a verdict that marks `best` only if it is clearly better than `runner_up`.
+
+    The rules are those of `best_entry`. A tie, too few common seeds, or a figure that is not finite
+    mark nothing.
+
+    Args:
+        best: Name of the row with the best mean.
+        runner_up: Name of the row with the second best mean.
+        signed: Figures by row and seed. Higher is better, so that errors have been negated.
+        show: Function that formats a difference in the reason.
+    """
     difference = paired_difference(signed[best], signed[runner_up])
     count = difference.count if difference else 0
     if difference is None or difference.error is None or count < MIN_SEEDS:
@@ -175,7 +189,7 @@ def _compare(
 
 
 def by_entry(results: Iterable[Result]) -> dict[str, list[Result]]:
-    """Return the runs of each row in the order of their seeds. Rows are in the order given.
+    """Return the runs of each row, sorted by seed. Rows are in the order of their first run.
 
     Raises:
         ConfigError: A row has two runs with the same seed.
@@ -199,7 +213,8 @@ def check_alike(properties: Mapping[str, Mapping[str, Collection[str]]]) -> None
     """Refuse rows that differ in a property, because their figures cannot be compared.
 
     Args:
-        properties: For each property the names of the rows, by its value.
+        properties: For each property, such as "data", the names of the rows that have each of its
+            values. The outer key is the property, and the inner key is the value.
 
     Raises:
         ConfigError: A property has several values. All of them are listed.
@@ -221,6 +236,8 @@ def check_alike(properties: Mapping[str, Mapping[str, Collection[str]]]) -> None
 def values_by_seed(runs: Iterable[Result], share: str, metric: str = "") -> dict[int, float]:
     """Return a metric of a row at one share by seed, in the last evaluated round.
 
+    Seeds whose run does not have the metric at this share are left out.
+
     Args:
         runs: Runs of one row.
         share: Share of the model, as a summary names it: "0.5".
@@ -231,13 +248,18 @@ def values_by_seed(runs: Iterable[Result], share: str, metric: str = "") -> dict
 
 
 def missing_seeds(runs: Iterable[Result], planned: Iterable[int]) -> list[int]:
-    """Return the planned seeds that a row has no run of."""
+    """Return the planned seeds of which a row has no run, in ascending order.
+
+    Args:
+        runs: Runs of one row.
+        planned: Seeds that the row should have.
+    """
     seeds = {result.seed for result in runs}
     return sorted(set(planned) - seeds)
 
 
 def run_notes(name: str, runs: Sequence[Result], planned: Iterable[int]) -> list[str]:
-    """Return sentences on runs of a row that are missing or diverged.
+    """Return sentences on runs of a row that are missing or diverged. Empty: neither exists.
 
     Args:
         name: Name of the row.
@@ -276,7 +298,7 @@ class Cost:
 
     @property
     def reached(self) -> list[Milestone]:
-        """Return the milestones of the runs that reached the target."""
+        """Return the milestones of the runs that reached the target, without their seeds."""
         return [milestone for milestone in self.by_seed.values() if milestone is not None]
 
     @property
@@ -286,17 +308,17 @@ class Cost:
 
     @property
     def bytes(self) -> float | None:
-        """Return the mean bytes, both ways, of the runs that reached the target."""
+        """Return the mean bytes, both ways, of the runs that reached the target; None: none did."""
         return _mean_or_none([milestone.bytes for milestone in self.reached])
 
     @property
     def macs(self) -> float | None:
-        """Return the mean client multiply-adds of the runs that reached the target."""
+        """Return the mean client multiply-adds of runs that reached the target; None: none did."""
         return _mean_or_none([milestone.macs for milestone in self.reached])
 
     @property
     def link_seconds(self) -> float | None:
-        """Return the mean seconds over the link.
+        """Return the mean simulated seconds over the link of the runs that reached the target.
 
         None: the link has no clock, or no run reached the target.
         """
@@ -304,10 +326,12 @@ class Cost:
         return _mean_or_none([value for value in seconds if value is not None])
 
     def shown(self, mean: float | None, show: Callable[[float], str]) -> str:
-        """Return a mean, with the number of runs that reached the target if not all did.
+        """Return a mean as text, such as `120`, or `120 (2 of 3)` if only two of three runs count.
+
+        A dash is returned if no run reached the target.
 
         Args:
-            mean: `rounds`, `bytes` or `macs` of this cost.
+            mean: `rounds`, `bytes`, `macs` or `link_seconds` of this cost.
             show: Function that formats the mean.
         """
         if mean is None:
@@ -318,7 +342,10 @@ class Cost:
 
 
 def cost_to_target(runs: Sequence[Result], target: float, metric: str = "") -> dict[str, Cost]:
-    """Return the cost of a row's runs until each share reached a target.
+    """Return the cost of a row's runs until each share reached a target, by share.
+
+    The result is empty if no run recorded the metric. A seed that did not reach the target has
+    None.
 
     Args:
         runs: Runs of one row.

@@ -38,12 +38,13 @@ def store(result: Result, run_folder: Path, target: Path, about: Mapping[str, An
 
     Args:
         result: A finished run.
-        run_folder: Folder of the run, of which `config.toml` is kept.
-        target: Folder to write. One that holds the same run is left as it is.
+        run_folder: Folder of the run, whose `config.toml` is copied without the folders of its
+            files.
+        target: Folder to write. One that holds a run with the same settings is left as it is.
         about: Entries of "about" in `summary.json`, such as the command, the table and its row.
 
     Raises:
-        ConfigError: The folder holds another run, or the result is too large.
+        ConfigError: The folder holds another run, or the result is larger than `MAX_BYTES`.
         RecordError: A file could not be read or written.
     """
     config = _portable(_read(run_folder / "config.toml"))
@@ -74,13 +75,18 @@ def store(result: Result, run_folder: Path, target: Path, about: Mapping[str, An
 
 
 def _portable(config: bytes) -> bytes:
-    """Return settings with bare names of data and supernet files, because folders differ."""
+    """Return the content of a `config.toml` with data and supernet files named without folders.
+
+    Folders differ between machines, so that settings would not compare as equal.
+    """
     config = re.sub(rb'(?m)^(name = ")[^"\n]*/([^"/\n]+\.npz")$', rb"\1\2", config)
     return re.sub(rb'(?m)^(supernet = ")[^"\n]*/([^"/\n]+")$', rb"\1\2", config)
 
 
 def _device(config: bytes) -> str:
     """Return the device in a run's settings, and the name of such hardware on this machine.
+
+    Examples are `cuda, NVIDIA H200` and `cpu, x86_64`.
 
     Args:
         config: Content of the run's config.toml.
@@ -125,7 +131,10 @@ def _short(record: Record) -> dict[str, Any]:
 
 
 def read_stored(folder: Path) -> Result:
-    """Return the result in a folder.
+    """Return the result in a folder that `store` wrote.
+
+    Its entry is the method of the summary, or the folder's name. Records are empty if nothing was
+    trained.
 
     Raises:
         RecordError: A file is missing or damaged.
@@ -155,7 +164,11 @@ def read_stored(folder: Path) -> Result:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the settings of a stored result."""
+    """Return the settings of a stored result, as its `config.toml` has them.
+
+    Raises:
+        RecordError: The file cannot be read.
+    """
     file = folder / "config.toml"
     try:
         return tomllib.loads(file.read_text())
@@ -166,6 +179,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def stored_name(*parts: str) -> str:
     """Return the name of a stored result: parts in lower case, joined by hyphens.
 
-    Other characters than letters, digits and dots become hyphens, so that a shell needs no quotes.
+    Empty parts are left out. Other characters than a to z, digits and dots become hyphens, so that
+    a shell needs no quotes.
     """
     return "-".join(re.sub(r"[^a-z0-9.]+", "-", part.lower()).strip("-.") for part in parts if part)

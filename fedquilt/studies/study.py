@@ -76,7 +76,7 @@ class Study:
     def tables(
         self, metric: str = "", target: float | None = None, baseline: str = ""
     ) -> list[Table]:
-        """Return the tables that compare the entries.
+        """Return the tables that compare the entries, and a table of the tuning if there was one.
 
         Args:
             metric: Name of a metric. Empty: the task's main one.
@@ -93,6 +93,8 @@ class Study:
         self, metric: str = "", target: float | None = None, baseline: str = ""
     ) -> dict[str, Any]:
         """Return all numbers of the tables as plain values.
+
+        `tuned` has the chosen point and all trials by entry. It is left out if nothing was tuned.
 
         Args:
             metric: Name of a metric. Empty: the task's main one.
@@ -114,8 +116,11 @@ class Study:
     def frame(self, by_round: bool = False) -> pd.DataFrame:
         """Return a pandas DataFrame with one line per entry, seed and share.
 
+        Figures are those of the last evaluated round. `fedquilt.studies.frames` lists the columns.
+
         Args:
-            by_round: True: one line per entry, seed, round and share.
+            by_round: True: one line per entry, seed, round and share, with the figures of the
+                round.
         """
         return frame(self.results, by_round)
 
@@ -144,7 +149,10 @@ class Study:
 
     @staticmethod
     def read(folder: str | Path) -> Study:
-        """Return the study in a folder with the runs that are finished. Nothing is trained."""
+        """Return the study in a folder with the runs that are finished. Nothing is trained.
+
+        An entry whose tuning is not finished has no results, because its point is not chosen yet.
+        """
         path = Path(folder)
         plan = Plan.read(path)
         runs: dict[str, list[tuple[PlannedRun, Result | None]]] = {
@@ -172,7 +180,9 @@ def run_plan(
     confirmed: bool = False,
     grounds: Grounds | None = None,
 ) -> Study:
-    """Run a study and return it. Runs that are in the folder are not repeated.
+    """Tune the grids of a study, execute its final runs, and return the study.
+
+    Runs that are finished in the folder are read and not repeated.
 
     Args:
         plan: Plan of the study.
@@ -203,9 +213,9 @@ def run_plan(
 
 
 def check_comparable(plan: Plan, folder: Path | None) -> None:
-    """Refuse entries with different data or tasks.
+    """Refuse entries with different data or tasks, by a `ConfigError`.
 
-    Entries of the study in the folder are included.
+    Entries of a study that is already in the folder are included. Their settings must not change.
 
     Args:
         plan: Plan of the study.
@@ -219,7 +229,10 @@ def check_comparable(plan: Plan, folder: Path | None) -> None:
 
 
 def _check_folder(plan: Plan, folder: Path) -> None:
-    """Refuse a file, and a folder that holds a run or a study with other settings."""
+    """Refuse a file, and a folder that holds a run or a study with other settings.
+
+    An empty or missing folder is accepted, and so is a study that the plan continues or extends.
+    """
     if folder.is_file():
         raise ConfigError(
             f"the folder {folder} was asked for; a file is there. Name another folder for the "
@@ -238,7 +251,8 @@ def _check_folder(plan: Plan, folder: Path) -> None:
 def _announce(plan: Plan, folder: Path) -> None:
     """Write `study.toml` before the first run begins.
 
-    Entries and seeds that the file has already are kept.
+    Entries and seeds that the file has already are kept. Code that settings name is added to the
+    user's list of trusted code.
     """
     if (folder / STUDY_FILE).exists():
         stored = Plan.read(folder)
@@ -253,7 +267,19 @@ def _announce(plan: Plan, folder: Path) -> None:
 def _tuned(
     plan: Plan, folder: Path | None, jobs: int, watch: Watch | None
 ) -> tuple[dict[str, Point], dict[str, tuple[Trial, ...]]]:
-    """Run the grids on the validation part, and return the best point and all trials by entry."""
+    """Execute all points of the grids on the validation part, and choose one for each entry.
+
+    With a folder, `tuned.json` is written into each entry's folder.
+
+    Args:
+        plan: Plan of the study.
+        folder: Folder of the study. None: nothing is written.
+        jobs: Number of processes at the same time.
+        watch: Receives the progress. None: nothing does.
+
+    Returns:
+        The best point and all trials, both by entry. Entries without a grid are left out.
+    """
     runs = plan.tuning_runs
     results = execute(runs, folder, jobs, watch)
     chosen: dict[str, Point] = {}
@@ -273,10 +299,16 @@ def _tuned(
 
 
 def _write_choice(entry: Entry, chosen: Point, trials: Sequence[Trial], folder: Path) -> None:
-    """Write `tuned.json`.
+    """Write `tuned.json`, with the chosen point and the figures of all points.
 
     With more rounds tuning may choose another point. Final runs that began with the earlier point
     cannot be resumed with it.
+
+    Args:
+        entry: Entry that was tuned.
+        chosen: Point that was chosen.
+        trials: Figures of all points.
+        folder: Folder of the entry.
 
     Raises:
         ConfigError: The final runs in the folder have another point.
@@ -313,7 +345,11 @@ def _choose(
     """Return the point with the best mean figure, the first of equal ones, and all trials.
 
     The figure is the task's main one, of the widest model, in the last evaluated round. A point
-    with which a run diverged is never chosen.
+    with which a run diverged is never chosen. If all diverged, a `TrainingError` is raised.
+
+    Args:
+        entry: Entry whose grid is tuned.
+        runs: All tuning runs of this entry, with their results.
     """
     trials = []
     for point in entry.points:
@@ -434,14 +470,22 @@ def _names(entries: Sequence[str]) -> Sequence[str]:
 
 
 def _listed(values: Iterable[Any], description: str) -> tuple[Any, ...]:
-    """Return several values as a tuple. A text is refused, because it is one value."""
+    """Return several values as a tuple. A text or a single value is a `ConfigError`.
+
+    Args:
+        values: Values that the user gave to `study`.
+        description: Name of the argument, for the message.
+    """
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ConfigError(f"study was called with {values!r} as {description}; a list fits.")
     return tuple(values)
 
 
 def _whole_seeds(seeds: Iterable[int]) -> tuple[int, ...]:
-    """Return seeds as Python integers. NumPy's integers are converted."""
+    """Return seeds as Python integers. NumPy's integers are converted.
+
+    Values that are not whole numbers, or not in a list, are a `ConfigError`.
+    """
     try:
         return tuple(operator.index(seed) for seed in _listed(seeds, "seeds"))
     except TypeError as error:

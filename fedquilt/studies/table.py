@@ -87,7 +87,7 @@ class Table:
 
     @cached_property
     def cells(self) -> list[list[Cell]]:
-        """Return all rows as cells."""
+        """Return all rows as lists of cells. Strings become cells that are not marked."""
         return [
             [Cell(cell) if isinstance(cell, str) else cell for cell in row] for row in self.rows
         ]
@@ -96,14 +96,18 @@ class Table:
     def right_aligned(self) -> list[bool]:
         """Return for each column True if it is aligned to the right, as columns of numbers are.
 
-        The first column has names and is aligned to the left.
+        The dash for a missing number counts as a number. The first column has names and is aligned
+        to the left.
         """
         columns = zip(*self.cells, strict=True) if self.cells else [() for _ in self.head]
         is_number = [all(_is_numeric(cell.text) for cell in column) for column in columns]
         return [False, *is_number[1:]] if is_number else []
 
     def render(self, format: str) -> str:
-        """Return the table in one of the text formats: text, markdown, latex or csv."""
+        """Return the table in one of the text formats: text, markdown, latex or csv.
+
+        Any other format, JSON included, is a `ConfigError`.
+        """
         if format not in FORMATS or format == "json":
             raise ConfigError(
                 f"a table in the format {format!r} was asked for.{nearest(format, FORMATS[:-1])}"
@@ -113,14 +117,17 @@ class Table:
 
     @property
     def text(self) -> str:
-        """Return the table as columns that are aligned by spaces."""
+        """Return title, head, rows and notes as lines, with columns that are aligned by spaces.
+
+        Marked cells have an asterisk behind them.
+        """
         has_best = [
             any(cell.is_best for cell in column) for column in zip(*self.cells, strict=True)
         ]
         has_best = has_best or [False for _ in self.head]
 
         def padded(text: str, column: int) -> str:
-            """Leave space for the mark, so that the digits of a column are below each other."""
+            """Append space for a mark in columns with a marked cell, so that digits are aligned."""
             return text + " " * len(_BEST) if has_best[column] else text
 
         lines = [[padded(text, column) for column, text in enumerate(self.head)]]
@@ -152,7 +159,10 @@ class Table:
 
     @property
     def latex(self) -> str:
-        r"""Return a `table` with a `tabular` in it, which needs no package."""
+        r"""Return a LaTeX `table` with a `tabular` in it, which needs no package.
+
+        The title is the caption, marked cells are bold, and notes are paragraphs below.
+        """
         columns = "".join("r" if right else "l" for right in self.right_aligned)
         lines = [" & ".join(_latex(text) for text in self.head) + r" \\", r"\hline"]
         for row in self.cells:
@@ -177,7 +187,10 @@ class Table:
 
     @property
     def csv(self) -> str:
-        """Return head and rows as comma-separated values, without title and notes."""
+        """Return head and rows as comma-separated values, without title and notes.
+
+        Marked cells have an asterisk behind them.
+        """
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(self.head)
@@ -186,7 +199,10 @@ class Table:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Return the table as values that JSON has. `best` lists row and column of marked cells."""
+        """Return the table as values that JSON can hold.
+
+        Cells are texts without a mark. `best` lists row and column of marked cells, both from 0 on.
+        """
         best = [
             [row, column]
             for row, cells in enumerate(self.cells)
@@ -203,7 +219,7 @@ class Table:
 
 
 def render(tables: Sequence[Table], format: str) -> str:
-    """Return several tables in a text format, with an empty line between them."""
+    """Return several tables in a text format of `Table.render`, with an empty line between them."""
     return "\n\n".join(table.render(format) for table in tables)
 
 
@@ -222,5 +238,8 @@ def _markdown(text: str) -> str:
 
 
 def _latex(text: str) -> str:
-    """Return text with all special characters escaped. A hyphen before a number is a minus sign."""
+    """Return text with all special characters escaped for LaTeX.
+
+    A hyphen before a number becomes a minus sign.
+    """
     return re.sub(r"(?<!\S)-(?=\d)", "−", text).translate(_LATEX)

@@ -61,7 +61,12 @@ class Value:
 
     @staticmethod
     def parse(text: str) -> Value:
-        """Read a value such as `accuracy 1.0 %`."""
+        """Return the value that a text such as `accuracy 1.0 %` describes: keys and then a unit.
+
+        Raises:
+            ConfigError: The unit is unknown, or the keys do not have the form that their first one
+                needs.
+        """
         *path, unit = text.split() or [""]
         if unit not in UNITS or not path:
             raise ConfigError(
@@ -82,19 +87,21 @@ class Value:
 
     @property
     def factor(self) -> float:
-        """Return the factor by which a number is multiplied before it is shown."""
+        """Return the factor by which a number is multiplied to show it, such as 100 for percent."""
         return UNITS[self.unit][0]
 
     @property
     def depends_on_round(self) -> bool:
-        """Return True if a run has the value only if it reaches some round or target."""
+        """Return True if only runs that reach some round or target have the value.
+
+        These are values that begin with `at`, `rounds_to`, `bytes_to` or `seconds_to`.
+        """
         return self.path[0] in (*_COSTS, "at")
 
     def of(self, result: Result) -> float | Mapping[str, float] | None:
-        """Return the number of a run, before its unit is applied.
+        """Return the number of a run, before its unit is applied. None: the run has no such number.
 
-        A cost over clients is a mapping with `mean` and `deviation`. None: the run has no such
-        number.
+        A cost over clients is a mapping with `mean` and `deviation` instead of one number.
         """
         first, *keys = self.path
         if first in _COSTS:
@@ -118,7 +125,10 @@ class Value:
         return _number({**result.summary, **totals}, self.path)
 
     def shown(self, number: float) -> str:
-        """Return a number in the unit, with its decimals."""
+        """Return a number multiplied by the unit's factor, with the unit's decimals, as text.
+
+        The name of the unit is not included: 0.6 in % gives `60.0`.
+        """
         factor, decimals = UNITS[self.unit]
         return f"{factor * number:,.{decimals}f}"
 
@@ -131,7 +141,10 @@ def _is_number(text: str) -> bool:
 
 
 def _tables(grades: Grades) -> dict[str, Any]:
-    """Return metrics as a summary has them, with the main ones at the top."""
+    """Return the metrics of one evaluation as a summary has them, by name and then by share.
+
+    Each metric is found under its name, and again under `metrics`.
+    """
     return {**grades.metrics, "metrics": grades.metrics}
 
 
@@ -146,7 +159,15 @@ def _gigabytes_per_round(result: Result) -> float | None:
 
 
 def _number(table: Any, path: Sequence[str]) -> float | Mapping[str, float] | None:
-    """Return the value at a path of keys. None: one of the keys is missing."""
+    """Return the number at a path of keys in nested tables. None: there is no number.
+
+    A table with `mean` and `deviation` is returned as it is. If the first key is `mean`, the result
+    is the mean of all numbers in the table that the other keys lead to.
+
+    Args:
+        table: Nested mappings, such as a summary.
+        path: Keys from the outside to the inside.
+    """
     if path and path[0] == _MEAN:
         return _mean(table, path[1:])
     for key in path:
@@ -159,7 +180,14 @@ def _number(table: Any, path: Sequence[str]) -> float | Mapping[str, float] | No
 
 
 def _mean(table: Any, path: Sequence[str]) -> float | None:
-    """Return the mean of the numbers in the table at a path of keys; None if there are none."""
+    """Return the mean of the numbers directly in the table at a path of keys.
+
+    Other entries are left out. None: there is no such table, or it has no numbers.
+
+    Args:
+        table: Nested mappings, such as a summary.
+        path: Keys from the outside to the inside.
+    """
     for key in path:
         table = table.get(key) if isinstance(table, Mapping) else None
     numbers = [] if not isinstance(table, Mapping) else [_number(table, [key]) for key in table]

@@ -77,7 +77,15 @@ class _Workers:
         self._is_stopped = False
 
     def run(self, planned: PlannedRun) -> None:
-        """Run one worker to its end."""
+        """Start a worker process for one run, pass its records on, and wait until it ends.
+
+        The result is read from the run's folder and passed to the watch. After `stop` nothing is
+        started, and the failure of a stopped worker is ignored.
+
+        Raises:
+            FedquiltError: The worker failed.
+            TrainingError: The worker ended without a summary.
+        """
         path = self._folder / planned.folder
         request = json.dumps({"planned": asdict(planned), "path": str(path)})
         with self._lock:
@@ -110,7 +118,10 @@ class _Workers:
         self._watch.end(planned, result)
 
     def stop(self) -> None:
-        """Ask all workers to save their states and to end. No further worker begins."""
+        """Ask all workers to save their states and to end. No further worker begins.
+
+        Workers that have not ended after `STOP_SECONDS` are killed.
+        """
         with self._lock:
             self._is_stopped = True
             running = list(self._running)
@@ -125,9 +136,9 @@ class _Workers:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a worker, in which this package can be imported.
+    """Return the environment of a worker: that of this process, with this package in PYTHONPATH.
 
-    Threads of several processes wait without spinning, because they share the cores.
+    Unless the user set OMP_WAIT_POLICY, waiting threads do not spin, because processes share cores.
     """
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     defaults = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -150,8 +161,11 @@ class _Conversation:
     def hold(self, request: str) -> None:
         """Send the request, and read the output of the worker until it ends.
 
-        If a record cannot be passed on, standard input closes on the way out, which ends the
-        worker.
+        Records are passed to the watch, and errors are kept for `check`. If a record cannot be
+        passed on, standard input closes on the way out, which ends the worker.
+
+        Args:
+            request: The planned run and its folder as one line of JSON.
         """
         process = self._process
         assert process.stdin is not None
@@ -189,7 +203,11 @@ class _Conversation:
             self._after(Record.from_dict(message["record"]))
 
     def check(self) -> None:
-        """Raise the error of a worker that has ended, if it had one."""
+        """Raise an error if the worker, which has ended, failed. It names the run.
+
+        An error that the worker sent is raised again with its type and notes. Else a signal or an
+        exit status other than 0 is a `TrainingError`.
+        """
         status = self._process.returncode
         title = self._planned.title
         if self._error is not None:
@@ -225,7 +243,10 @@ class _Messenger:
         """Send nothing, because the parent sees the end of this process."""
 
     def fail(self, error: FedquiltError) -> None:
-        """Send the error that ends this process, so that the parent can raise it again."""
+        """Send the error that ends this process, so that the parent can raise it again.
+
+        The name of its class, its text and its notes are sent.
+        """
         notes = list(getattr(error, "__notes__", ()))
         self._send(error={"kind": type(error).__name__, "text": str(error), "notes": notes})
 
@@ -234,7 +255,11 @@ class _Messenger:
 
 
 def main() -> int:
-    """Run the planned run in the first line of standard input, and return the exit status."""
+    """Execute the planned run in the first line of standard input, and return the exit status.
+
+    0: the run is finished. 1: a `FedquiltError` was sent to the parent. 130: the run was
+    interrupted.
+    """
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # A user's module may print.
     # SIGTERM stops the process like ctrl-C, with a checkpoint.

@@ -71,7 +71,7 @@ class LayerSpec:
         return MemberCost(self.out_size**2 * weights, weights + vectors * self.out_channels)
 
     def axes(self) -> Iterator[ChannelAxis]:
-        """List every axis of the layer's tensors that carries channels."""
+        """Yield every axis of the tensors of the layer and its norm that carries channels."""
         yield ChannelAxis(f"{self.name}.weight", 0, self.writes)
         if not self.depthwise:
             yield ChannelAxis(f"{self.name}.weight", 1, self.reads)
@@ -97,7 +97,7 @@ class BlockSpec(ABC):
     @property
     @abstractmethod
     def layers(self) -> tuple[LayerSpec, ...]:
-        """Return all layers that have weights."""
+        """Return all layers that have weights, each with the norm behind it."""
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -110,17 +110,23 @@ class BlockSpec(ABC):
 
     @property
     def keeps_channels(self) -> bool:
-        """Return True if the output's channels are added to the input's, channel by channel."""
+        """Return True if the block adds its input to its output, channel by channel.
+
+        Input and output channels then have the same order.
+        """
         return False
 
     @property
     def elastic_kernel(self) -> str:
-        """Return the name of the weight whose kernel a space may crop, or "" if there is none."""
+        """Return the name, inside the block, of the weight whose kernel a space may crop.
+
+        It is empty if there is none.
+        """
         return ""
 
     @property
     def cost(self) -> MemberCost:
-        """Return the multiply-adds and parameters of the block."""
+        """Return the multiply-adds of one sample and the parameters, summed over all layers."""
         return _block_cost(self)
 
 
@@ -131,7 +137,14 @@ def _block_cost(block: BlockSpec) -> MemberCost:
 
 
 def strided(size: int, stride: int) -> int:
-    """Return the output size of an odd kernel with padding (kernel − 1) / 2."""
+    """Return the output size of a convolution or pool with padding (kernel − 1) / 2.
+
+    The kernel is odd, and has no effect on the result.
+
+    Args:
+        size: Height or width of the input.
+        stride: Stride of the layer.
+    """
     return (size - 1) // stride + 1
 
 

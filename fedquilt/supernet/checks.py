@@ -42,7 +42,13 @@ def _weights(space: Space, config: Config) -> dict[str, Tensor]:
 
 
 def _problems(space: Space, config: Config, largest: dict[str, Tensor]) -> list[str]:
-    """Return the rules that one member breaks, as texts."""
+    """Return a text for each rule that one member breaks. Empty: it breaks none.
+
+    Args:
+        space: Search space.
+        config: Configuration of the member.
+        largest: Tensors of the largest member by name, whose shapes are compared.
+    """
     blocks = space.blocks(config)
     problems = []
     if list(blocks)[-1] != HEAD or blocks[HEAD].out_channels != space.num_classes:
@@ -71,7 +77,10 @@ def _problems(space: Space, config: Config, largest: dict[str, Tensor]) -> list[
 
 
 def _is_within(shape: torch.Size, whole: torch.Size) -> bool:
-    """Return True if a tensor of one shape can be the first part of another."""
+    """Return True if a tensor of `shape` can be the first part of a tensor of shape `whole`.
+
+    Both have the same number of dimensions, and no dimension is longer than that of `whole`.
+    """
     return len(shape) == len(whole) and all(a <= b for a, b in zip(shape, whole, strict=True))
 
 

@@ -73,6 +73,9 @@ class Supernet(nn.Module):
         Args:
             x: (sample, channel, height, width) Images.
             config: The member, in canonical form.
+
+        Returns:
+            (sample, class) Logits.
         """
         shared = self._shared()
         for name, block in self.space.blocks(config).items():
@@ -85,9 +88,10 @@ class Supernet(nn.Module):
         return x
 
     def weights(self, config: Config) -> dict[str, Tensor]:
-        """Return the weights and norm statistics of a member, as functions of the shared weights.
+        """Return the weights and norm statistics of a member by name.
 
-        They are differentiable views where a slice is enough, and share memory with the supernet.
+        They are differentiable functions of the shared weights. Where a slice is enough, they are
+        views that share memory with the supernet.
         """
         shared = self._shared()
         weights = {}
@@ -140,7 +144,10 @@ class Supernet(nn.Module):
                 tensor.copy_(tensor.index_select(dim, order))
 
     def _kernel_ladders(self) -> dict[str, list[int]]:
-        """Return the kernel sizes of each weight that has a choice, the largest first."""
+        """Return the kernel sizes of each weight that has several, the largest first.
+
+        Keys are names of weights in `net`.
+        """
         largest = self.space.largest
         choices = [choice for choice in self.space.choices if choice.kind == "kernels"]
         ladders: dict[str, set[int]] = {}
@@ -171,7 +178,16 @@ class Supernet(nn.Module):
         block: BlockSpec,
         training: bool,
     ) -> dict[str, Tensor]:
-        """Return the tensors of one block of a member, by their names in the block."""
+        """Return the tensors of one block of a member, by their names in the block.
+
+        They are the first channels of the shared tensors. An elastic kernel is cropped.
+
+        Args:
+            shared: Tensors of the largest net by name.
+            name: Name of the block in the net.
+            block: Description of the block in the member.
+            training: True leaves out running statistics.
+        """
         tensors = {}
         for key, shape in _shapes(block, training).items():
             tensor = shared[f"{name}.{key}"]
@@ -185,6 +201,8 @@ class Supernet(nn.Module):
 
     def _cropped(self, name: str, kernels: Tensor, size: int) -> Tensor:
         """Crop kernels step by step, each time with the learned matrix of that step.
+
+        Kernels of the wanted size are returned as they are.
 
         Args:
             name: Name of the weight.
@@ -201,7 +219,7 @@ class Supernet(nn.Module):
 
 
 def centre(kernels: Tensor, size: int) -> Tensor:
-    """Return the centre of square kernels.
+    """Return the centre of square kernels, as a view.
 
     Args:
         kernels: (out channel, in channel, height, width) Kernels.
@@ -251,7 +269,10 @@ def recalibrate(
 
 
 def _mixed(samples: Tensor, batch_size: int) -> list[Tensor]:
-    """Split samples into batches of nearly equal size, each with samples from everywhere."""
+    """Split samples into batches of nearly equal size, of at most `batch_size` samples.
+
+    Batch i of n takes every n-th sample from i on, so that it has samples from everywhere.
+    """
     count = math.ceil(len(samples) / batch_size)
     return [samples[first::count] for first in range(count)]
 
@@ -264,6 +285,11 @@ def _skeleton(block: BlockSpec, training: bool) -> nn.Module:
     """Build a block without data, which is run with tensors of the supernet.
 
     In training its norms have no running statistics, so that a sampled member changes no buffer.
+    Results are cached and must not be changed.
+
+    Args:
+        block: Description of the block.
+        training: True: the module is in training mode. False: in evaluation mode.
     """
     with torch.device("meta"):
         module = block.build()
@@ -281,7 +307,14 @@ def _shapes(block: BlockSpec, training: bool) -> dict[str, torch.Size]:
 
 
 def _transform_key(name: str, kernel: int) -> str:
-    """Return the name of a matrix. Dots are not allowed in the names of parameters."""
+    """Return the name of the matrix that leads to a kernel size, as a key of `transforms`.
+
+    Slashes replace dots, which are not allowed in the names of parameters.
+
+    Args:
+        name: Name of the weight in `net`.
+        kernel: Kernel size after the step.
+    """
     return f"{name.removesuffix('.weight').replace('.', '/')}/{kernel}"
 
 
@@ -291,7 +324,14 @@ def _fresh_classifier(
     weights: Mapping[str, Tensor],
     seed: int,
 ) -> dict[str, Tensor]:
-    """Draw new weights of the output layer for the classes of `space`."""
+    """Draw a new weight and bias of the output layer, and return them by name.
+
+    Args:
+        space: Space with the new number of classes.
+        config: Configuration of the member.
+        weights: Tensors of the member, which give device and type.
+        seed: Random seed.
+    """
     head = space.blocks(config)[HEAD]
     classifier = next(layer for layer in head.layers if layer.writes == "class")
     name = f"{HEAD}.{classifier.name}"
@@ -316,7 +356,12 @@ class _ChannelGroup:
 def _channel_groups(blocks: Mapping[str, BlockSpec]) -> list[_ChannelGroup]:
     """Return groups of tensor axes that carry the same channels.
 
-    A residual sum or a layer connects the axes of a group.
+    A residual sum or a layer connects the axes of a group. Groups inside of blocks have the kind
+    "expansion", and those between blocks have the kind "width". Channels of images and classes have
+    no kind.
+
+    Args:
+        blocks: Blocks of a net by name, in the order of the forward pass.
     """
     stream = _ChannelGroup(None)
     groups = [stream]
@@ -333,5 +378,5 @@ def _channel_groups(blocks: Mapping[str, BlockSpec]) -> list[_ChannelGroup]:
 
 
 def _l1_norm(tensor: Tensor, dim: int) -> Tensor:
-    """Return the L1 norm of each slice along a dimension."""
+    """Return the L1 norm of each slice along a dimension, (length of the dimension,)."""
     return tensor.detach().abs().movedim(dim, 0).flatten(1).sum(1)

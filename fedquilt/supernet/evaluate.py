@@ -11,7 +11,7 @@ from fedquilt.supernet.space import Config
 
 @torch.no_grad()
 def accuracy(net: nn.Module, images: Tensor, labels: Tensor, batch_size: int = 512) -> float:
-    """Return the share of images that a net classifies correctly.
+    """Return the share of images that a net classifies correctly, in [0, 1].
 
     Args:
         net: A net in evaluation mode.

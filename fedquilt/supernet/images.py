@@ -81,14 +81,14 @@ class SupernetData:
 
     @property
     def fingerprint(self) -> str:
-        """Return a checksum of images and labels."""
+        """Return a SHA-256 checksum of images and labels, in hexadecimal digits."""
         digest = hashlib.sha256(self.images.cpu().contiguous().numpy().tobytes())
         if self.labels is not None:
             digest.update(self.labels.cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()
 
     def to(self, device: torch.device) -> SupernetData:
-        """Return the data on a device."""
+        """Return a copy whose images and labels are on a device."""
         labels = None if self.labels is None else self.labels.to(device)
         return SupernetData(self.images.to(device), labels, self.num_classes)
 
@@ -107,7 +107,7 @@ class SupernetData:
         return self.images[rows], self.labels[rows]
 
     def fit(self, space: Space) -> Space:
-        """Return the space with the number of classes of the data.
+        """Return a copy of the space that has the number of classes of the data.
 
         Raises:
             DataError: The shape of the images is not that of the space.

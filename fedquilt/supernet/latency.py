@@ -64,11 +64,11 @@ class LatencyTable:
             ) from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the table as values that JSON can represent."""
+        """Return the table as values that JSON can represent, with its format and unit."""
         return {"format": FORMAT, "unit": "milliseconds", **asdict(self)}
 
     def save(self, path: str | Path) -> None:
-        """Write the table as JSON."""
+        """Write the table as JSON to a file. An existing file is replaced."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
 
     @staticmethod
@@ -100,7 +100,10 @@ class LatencyTable:
 
 @lru_cache(MAX_CACHED_KEYS)
 def key(block: BlockSpec) -> str:
-    """Return the name of a block in a table. Blocks that compute the same have the same name."""
+    """Return the name of a block in a table: its class and sizes as text.
+
+    Blocks that compute the same have the same name.
+    """
     return str(block)
 
 
@@ -112,7 +115,7 @@ def _are_times(value: Any) -> bool:
 
 
 def distinct_blocks(space: Space, seed: int = 0) -> list[BlockSpec]:
-    """Return the different blocks of a space's members.
+    """Return the different blocks of a space's members, each once, without building them.
 
     A block depends on its own choices and on the width of the stage before it. In a regular
     configuration all blocks have the same expansion and kernel, and stages alternate between two

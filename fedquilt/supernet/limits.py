@@ -73,18 +73,24 @@ class Limits:
 
     @property
     def given(self) -> dict[str, float]:
-        """Return the limits that are set, by name."""
+        """Return the limits that are not None, by their name, such as `macs`."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value:g}" for name, value in self.given.items())
 
     def is_within(self, other: Limits) -> bool:
-        """Return True if every member within these limits is within the others too."""
+        """Return True if every member within these limits is within the others too.
+
+        Each limit that `other` sets must then be set here, to the same or a smaller value.
+        """
         return all(self.given.get(name, np.inf) <= value for name, value in other.given.items())
 
     def tightest(self, other: Limits) -> Limits:
-        """Return the smaller of two limits for each cost."""
+        """Return new limits with the smaller of two values for each cost.
+
+        A limit that only one of the two sets is kept.
+        """
         names = [field.name for field in fields(self)]
         values = {
             name: [limits.given[name] for limits in (self, other) if name in limits.given]
@@ -98,7 +104,9 @@ DeviceCounts = Mapping[Budget, int] | Mapping[Limits, int]
 
 
 def limits_of(fleet: DeviceCounts) -> dict[Limits, int]:
-    """Return the number of devices with each limits.
+    """Convert budgets to limits, and return the number of devices with each limits.
+
+    Budgets that give equal limits are counted together. A budget with a share is a `BudgetError`.
 
     Args:
         fleet: Number of devices with each budget or limits, such as `Fleet.counts`.
@@ -111,7 +119,7 @@ def limits_of(fleet: DeviceCounts) -> dict[Limits, int]:
 
 
 def utilization(used: Sequence[float], limits: Sequence[float]) -> float:
-    """Return the mean capacity divided by the mean limit (RaFL, Table 3).
+    """Return the mean multiply-adds in use divided by the mean limit (RaFL, Table 3).
 
     Args:
         used: Multiply-adds of each device's member.
@@ -126,7 +134,8 @@ def choose_limits(
     """Choose limits to search members for, so that a fleet uses as much capacity as possible.
 
     A device can use the members that were searched for limits within its own. The weakest limits
-    are always chosen, so that every device has a member.
+    are always chosen, so that every device has a member. They have the smallest value of each
+    limit.
 
     If the limits can be ordered from weak to strong, the choice is optimal. Limits on multiply-adds
     alone can be ordered. Else limits are added greedily, each time those with the largest gain.
@@ -135,6 +144,9 @@ def choose_limits(
         counts: Number of devices with each limits.
         capacity: Function that returns the multiply-adds that a member within limits can have.
         num_members: Number of limits to choose, at most.
+
+    Returns:
+        The chosen limits, in ascending order of capacity.
     """
     weakest = _weakest(tuple(counts))
     ordered = sorted({weakest, *counts}, key=lambda limits: (capacity(limits), str(limits)))
@@ -190,7 +202,10 @@ def choose_levels(values: Sequence[float], counts: Sequence[int], num_levels: in
 def _thinned(counts: Sequence[int]) -> list[int]:
     """Return the indices of at most `MAX_LEVELS` levels, spread evenly over the devices.
 
-    The lowest level is always included.
+    The lowest level is always included, which may add one more. A few levels are all kept.
+
+    Args:
+        counts: Number of devices at each level, in ascending order of levels.
     """
     if len(counts) <= MAX_LEVELS:
         return list(range(len(counts)))

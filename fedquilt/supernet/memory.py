@@ -30,7 +30,9 @@ class SavedBytes(NamedTuple):
 
 
 def saved_bytes(blocks: Iterable[BlockSpec], batch_size: int) -> int:
-    """Return the bytes that the backward pass of a net reads, besides its weights.
+    """Return the bytes that the backward pass of a net reads, besides its weights, in float32.
+
+    A tensor between two blocks counts once. A batch of one sample counts as half of two.
 
     Args:
         blocks: Blocks in the order of the forward pass.

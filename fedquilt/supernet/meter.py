@@ -60,7 +60,7 @@ class Meter:
         self.cost = lru_cache(MAX_CACHED_CONFIGS)(space.cost)
 
     def costs(self, config: Config) -> Costs:
-        """Return all costs of a configuration."""
+        """Return all costs of a configuration, with no milliseconds if there is no table."""
         macs, params = self.cost(config)
         milliseconds = None if self.table is None else self.table.latency(self.space, config)
         return Costs(macs, params, self.space.training_memory(config, self.step), milliseconds)
@@ -87,7 +87,14 @@ class Meter:
         return float(getattr(self.cost(config), name))
 
     def exceeded(self, config: Config, limits: Limits) -> list[str]:
-        """Return the limits that a configuration exceeds, as texts of name and limit."""
+        """Return the limits that a configuration exceeds, as texts such as `macs 1e+06`.
+
+        The list is empty if the configuration is within all limits.
+
+        Args:
+            config: Configuration of the space.
+            limits: Limits of a device. Those that are not set are not counted.
+        """
         exceeded = []
         cost = self.cost(config)
         for name, limit in limits.given.items():

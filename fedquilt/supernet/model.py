@@ -57,7 +57,9 @@ class SearchedModel:
         account: Account = "pair",
         private_weights: bool = True,
     ) -> SearchedNets:
-        """Search the nets.
+        """Search a knowledge net and private nets for the data and the devices.
+
+        The space gets the channels, image size and classes of the data.
 
         Args:
             data: Samples that the nets classify. They must be square images.
@@ -108,8 +110,9 @@ class SearchedModel:
 
 
 def _usual_strategy(space: Space) -> Strategy:
-    """Return the default search strategy of a space.
+    """Return the default search strategy of a space: "exhaustive" or "evolution".
 
-    Small spaces are searched exhaustively, which needs no library for evolution.
+    Spaces of up to `MAX_ENUMERATED` nets are searched exhaustively, which needs no library for
+    evolution.
     """
     return "exhaustive" if space.num_configs <= MAX_ENUMERATED else "evolution"

@@ -38,7 +38,11 @@ class SearchedNets:
     utilization: Utilization  # Share of the devices' limits that their nets use.
 
     def family(self, example: Tensor) -> Family:
-        """Trace every net on an example, and return their union. The knowledge net is first."""
+        """Trace every net, and return the union of their families. The knowledge net is first.
+
+        Args:
+            example: Batch of samples, on which the nets are traced.
+        """
         return union({name: trace(net, example) for name, net in self.nets.items()})
 
 
@@ -115,9 +119,11 @@ def _knowledge(search: Search, counts: Mapping[Limits, int], macs: float | None)
 def _remaining(limits: Limits, spent: Costs | None, search: Search) -> Limits:
     """Return a device's limits minus the costs of the knowledge net.
 
+    Limits that are not set stay unset.
+
     Args:
         limits: Limits of the pair of nets.
-        spent: Costs of the knowledge net. None: they are not subtracted.
+        spent: Costs of the knowledge net. None: they are not subtracted, and nothing is checked.
         search: Search for the private net, which checks that some net fits.
 
     Raises:
@@ -146,7 +152,10 @@ def _remaining(limits: Limits, spent: Costs | None, search: Search) -> Limits:
 
 
 def named(members: tuple[Found, ...]) -> dict[str, Found]:
-    """Return members by name. A name contains the multiply-adds, and equal names are numbered."""
+    """Return members by name, in the given order.
+
+    A name contains the multiply-adds. The second of two equal names gets the suffix `_2`.
+    """
     names: dict[str, Found] = {}
     for member in members:
         name, number = member.name, 2

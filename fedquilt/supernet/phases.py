@@ -33,16 +33,20 @@ class Phase:
 
     @property
     def nets(self) -> int:
-        """Return the number of members that a step trains."""
+        """Return the number of sampled members whose gradients one step adds up."""
         return NETS_PER_STEP[self.kind]
 
     @property
     def trains_transforms(self) -> bool:
-        """Return True if kernel transforms are trained."""
+        """Return True if kernel transforms are trained: in all phases but "largest"."""
         return self.kind != "largest"
 
     def options(self, choice: SpaceChoice) -> tuple[float, ...]:
-        """Return the open options of a choice, ascending."""
+        """Return the options of a choice that members of this phase may take, ascending.
+
+        Choices of earlier kinds have all options. Choices of the phase's kind have their
+        `num_options` largest. Choices of later kinds have their largest alone.
+        """
         if self.kind == "largest":
             return choice.options[-1:]
         opens = PHASE_KINDS.index(choice.kind)
@@ -52,7 +56,12 @@ class Phase:
         return choice.options[-self.num_options :] if opens == current else choice.options[-1:]
 
     def sample(self, space: Space, generator: torch.Generator) -> Config:
-        """Draw a member from the options that are open."""
+        """Draw a member, with every choice uniform over the options that this phase opens.
+
+        Args:
+            space: Space of the member.
+            generator: Source of random numbers, which is advanced.
+        """
         draws = torch.rand(len(space.choices), generator=generator, dtype=torch.float64).tolist()
         values = []
         for choice, draw in zip(space.choices, draws, strict=True):
@@ -62,9 +71,10 @@ class Phase:
 
 
 def phases(space: Space) -> list[Phase]:
-    """List the phases of a space: the largest net, then one kind of choice after the other.
+    """List the phases of a space in order: the largest net, then one kind of choice after another.
 
-    Kernels open at once. The other kinds open their two largest options first, then all.
+    Kernels open at once. The other kinds open their two largest options first, then all. A kind
+    without a choice has no phase.
     """
     phase_list = [Phase("largest", 1)]
     for kind in PHASE_KINDS:

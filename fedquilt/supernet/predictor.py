@@ -34,11 +34,11 @@ class Predictor:
 
     @staticmethod
     def fit(features: Floats, accuracies: Sequence[float]) -> Predictor:
-        """Fit the regression.
+        """Fit the regression, with the penalty that has the smallest leave-one-out error.
 
         Args:
             features: Features of the measured members, (member, feature).
-            accuracies: Their measured accuracies.
+            accuracies: Their measured accuracies, in the same order.
 
         Raises:
             ConfigError: Fewer than `MIN_MEASURED` members were measured.
@@ -75,7 +75,11 @@ class Predictor:
         return Predictor(mean, scale, coefficients, intercept, penalty, error)
 
     def predict(self, features: Floats) -> Floats:
-        """Return the predicted accuracies, (member,), of features, (member, feature)."""
+        """Return the predicted accuracies, (member,).
+
+        Args:
+            features: Features of members, (member, feature), before they are standardized.
+        """
         predicted: Floats = (features - self.mean) / self.scale @ self.coefficients + self.intercept
         return predicted
 

@@ -64,15 +64,19 @@ class Validation:
         return Validation(images, labels, calibration)
 
     def to(self, device: torch.device) -> Validation:
-        """Return the images on a device."""
+        """Return a copy whose images and labels are on a device."""
         return Validation(
             self.images.to(device), self.labels.to(device), self.calibration.to(device)
         )
 
     def accuracy(self, supernet: Supernet, config: Config) -> float:
-        """Return the accuracy of a member, in [0, 1].
+        """Return the accuracy of a member on the validation images, in [0, 1].
 
-        The member has the supernet's weights, and its own norm statistics.
+        The member has the supernet's weights. Its norm statistics are measured on `calibration`.
+
+        Args:
+            supernet: A trained supernet, on the device of the images.
+            config: Configuration of the member.
         """
         return member_accuracy(supernet, config, self.calibration, self.images, self.labels)
 
@@ -86,7 +90,7 @@ class MeasuredAccuracy:
         self._accuracies: dict[Config, float] = {}
 
     def __call__(self, config: Config) -> float:
-        """Return the accuracy of a member, in [0, 1]."""
+        """Return the accuracy of a member, in [0, 1]. It is measured once, and then cached."""
         if config not in self._accuracies:
             self._accuracies[config] = self.validation.accuracy(self.supernet, config)
         return self._accuracies[config]
@@ -141,14 +145,14 @@ class PredictedAccuracy:
     predictor: Predictor  # Predictor that was fitted on measured members.
 
     def __call__(self, configs: Sequence[Config]) -> Floats:
-        """Return the predicted accuracies, (member,)."""
+        """Return the predicted accuracies of configurations, (member,), without running a net."""
         return self.predictor.predict(features(self.meter, configs))
 
 
 def features(meter: Meter, configs: Sequence[Config]) -> Floats:
     """Return the inputs of a predictor, (member, feature).
 
-    These are the features of the space, and the logarithms of multiply-adds and parameters.
+    These are the features of the space, and the natural logarithms of multiply-adds and parameters.
 
     Args:
         meter: Counter of costs.
@@ -168,10 +172,10 @@ def fit_score(
     seed: int = 0,
     watch: Watch | None = None,
 ) -> PredictedAccuracy:
-    """Measure members of a space and fit a predictor on them.
+    """Measure members of a space, fit a predictor on them, and return it as a score for `Search`.
 
     Args:
-        search: Search in the space. Its score has no effect.
+        search: Search in the space, which draws the members. Its score has no effect.
         measure: Function that returns the accuracy of a member, such as `MeasuredAccuracy` of a
             supernet.
         num_measured: Members to measure.

@@ -142,17 +142,23 @@ class Search:
         self.capacity = lru_cache(MAX_CACHED_LIMITS)(self._capacity)
 
     def with_options(self, options: Options) -> Search:
-        """Return the same search with other options. Costs that were counted are shared."""
+        """Return a new search with other options, and the same meter, score and measure.
+
+        Costs that were counted are shared with it.
+        """
         search = Search(self.meter, None if self.has_proxy else self.score, options, self.measure)
         search._columns = self._columns
         search._lock = self._lock
         return search
 
     def proxy(self, configs: Sequence[Config]) -> Floats:
-        """Return a score that needs no weights: multiply-adds, and among equals the parameters.
+        """Return scores that need no weights: multiply-adds, and among equals the parameters.
 
         Without trained weights nothing is known about a member's accuracy. A member that uses more
         of its limit is taken as the better one. The released code accepts members by this alone.
+
+        Args:
+            configs: Configurations, for each of which there is one score.
         """
         max_params = 1 + self.meter.cost(self.space.largest).params
         costs = [self.meter.cost(config) for config in configs]
@@ -180,8 +186,13 @@ class Search:
     def _capacity(self, limits: Limits) -> float:
         """Return the multiply-adds that a member within the limits can have.
 
-        For a limit on multiply-adds alone these are the limit, or the largest member's. Another
-        limit may be reached first, so that members are looked for.
+        For a limit on multiply-adds alone this is the limit, or the largest member's if that is
+        less. Another limit may be reached first. Then the largest member that a quick search finds
+        counts.
+
+        Raises:
+            BudgetError: No member is within the limits. A limit on multiply-adds alone is not
+                checked.
         """
         bound = min(limits.macs or math.inf, float(self.meter.cost(self.space.largest).macs))
         if set(limits.given) <= {"macs"}:
@@ -200,9 +211,9 @@ class Search:
     def best(self, limits: Limits, watch: Watch | None = None) -> Found:
         """Return the best member within limits. The arguments are those of `top`.
 
-        With a measure it is the most accurate of the `verified` members with the highest scores.
-        Predicted accuracies of these are too high on average, because a search also finds what a
-        predictor overrates.
+        With a measure it is the most accurate of the `verified` members with the highest scores,
+        and its accuracy is set. Predicted accuracies of these are too high on average, because a
+        search also finds what a predictor overrates.
         """
         measure = self.measure
         if measure is None or not self.options.verified or self.options.strategy == "random":
@@ -251,6 +262,9 @@ class Search:
     def _min_macs(self, limits: Limits, filled: Sequence[Genes]) -> float:
         """Return the fewest multiply-adds that a candidate may have.
 
+        It is `floor` times the limit, or `floor` times the largest of `filled` if the limit cannot
+        be used to that extent.
+
         Args:
             limits: Limits of the device.
             filled: Members that were enlarged up to the limits.
@@ -275,11 +289,16 @@ class Search:
     def _evolve(
         self, candidates: _Candidates, filled: Sequence[Genes], watch: Watch | None
     ) -> None:
-        """Evolve a population by PyGAD.
+        """Evolve a population by PyGAD. Scores are added to `candidates`, and nothing is returned.
 
         Parents are chosen in tournaments and crossed uniformly. Mutation changes single choices.
         After every mutation configurations are moved back to the limits (`_fill`), so that nearly
         all of a generation are candidates. The two best are kept from generation to generation.
+
+        Args:
+            candidates: Limits of the search, and the scores so far.
+            filled: Members to start from. Random ones are added up to the size of the population.
+            watch: Function that is called after every generation. None: no calls.
         """
         pygad = _pygad()
         options = self.options
@@ -334,8 +353,9 @@ class Search:
     def _draw(self, limits: Limits, count: int) -> list[Found]:
         """Draw configurations until `count` are within the limits and `tolerance` of them.
 
-        The released code does so for one. If none of `draws` is, the last one is filled up to the
-        limits.
+        The released code does so for one. At most `draws` configurations are drawn, so that fewer
+        than `count` may be returned, the highest score first. If none fits, the last one is filled
+        up to the limits.
         """
         random = np.random.default_rng([self.options.seed, 2])
         capacity = self.capacity(limits)
@@ -361,11 +381,14 @@ class Search:
 
         Uniformly drawn choices give multiply-adds close to the middle. A predictor that is fitted
         on them alone would be inaccurate for small and large members. Every second member is drawn
-        uniformly, the others have random limits between the smallest and the largest member.
+        uniformly. The others fill random limits between the smallest and the largest member.
 
         Args:
             count: Number of members. A space with fewer gives all of them.
             seed: Random seed.
+
+        Returns:
+            Canonical configurations, in the order in which they were drawn.
         """
         random = np.random.default_rng([seed, 3])
         low, high = (
@@ -384,11 +407,17 @@ class Search:
 
     @property
     def is_enumerable(self) -> bool:
-        """Return True if the space is small enough to look at all of its configurations."""
+        """Return True if the space has at most `MAX_ENUMERATED` configurations."""
         return self.space.num_configs <= MAX_ENUMERATED
 
     def _column(self, name: str) -> Floats:
-        """Return one cost of all configurations of a small space, in the order of `_all`."""
+        """Return one cost of all configurations of a small space, in the order of `_all`.
+
+        It is counted on the first call and then cached.
+
+        Args:
+            name: Name of the cost, a field of `Limits`.
+        """
         with self._lock:
             if name not in self._columns:
                 values = [self.meter.value(self._genome.config(genes), name) for genes in self._all]
@@ -408,7 +437,8 @@ class Search:
     def _filled(self, limits: Limits) -> list[Genes]:
         """Return members that use as many multiply-adds as the limits allow, the largest first.
 
-        In a small space the first has the most multiply-adds of all members within the limits.
+        They are random configurations that were enlarged by `_fill`. In a small space the first one
+        has the most multiply-adds of all members within the limits.
         """
         random = np.random.default_rng([self.options.seed, 0])
         aim = limits.macs or math.inf
@@ -421,6 +451,8 @@ class Search:
 
     def _fill(self, genes: Genes, limits: Limits, aim: float, random: np.random.Generator) -> Genes:
         """Shrink a configuration until it is within the limits, then enlarge it up to the limits.
+
+        Choices move by one option at a time. Enlarging ends at `aim`, or if no larger option fits.
 
         Args:
             genes: Configuration to start from.
@@ -452,15 +484,16 @@ class _Candidates:
     scores: dict[Genes, float] = field(default_factory=dict)  # Scores of candidates.
 
     def is_candidate(self, genes: Genes) -> bool:
-        """Return True if a configuration is within the limits and uses enough of them."""
+        """Return True if a configuration is within the limits and has at least `min_macs`."""
         return self.search._macs(genes) >= self.min_macs and not self.search._exceeds(
             genes, self.limits
         )
 
     def fitness(self, rows: Sequence[Genes]) -> list[float]:
-        """Return the scores of candidates.
+        """Return one number for each row: its score if it is a candidate.
 
-        Other configurations rank below all candidates, and are not scored.
+        Other configurations are not scored, and get less than the worst candidate. New scores are
+        stored in `scores`.
         """
         new = [
             genes

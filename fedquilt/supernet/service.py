@@ -116,6 +116,9 @@ class SearchService:
     def query(self, budget: Budget | Limits) -> Found:
         """Return the member for a device: the largest within all of its limits.
 
+        A new member is searched and added if those that exist use too little of the limits, and
+        there are fewer than `num_members`.
+
         Args:
             budget: Limits of the device.
 
@@ -142,7 +145,10 @@ class SearchService:
         return member
 
     def module(self, config: Config) -> nn.Module:
-        """Return the module of a member. It is built when it is asked for the first time."""
+        """Return the module of a member's configuration. It is built on the first call.
+
+        Later calls with the same configuration return the same module.
+        """
         with self._building:
             if config not in self._modules:
                 self._modules[config] = self._build(config)
@@ -153,7 +159,7 @@ class SearchService:
         """Return the share of a fleet's limits that its members use, and that of a common member.
 
         The limit of a device without a limit on multiply-adds is the most that a member within its
-        other limits has.
+        other limits has. Members are taken from `query`, which may search new ones.
 
         Args:
             fleet: Number of devices with each budget or limits.
@@ -198,7 +204,15 @@ class SearchService:
         )
 
     def _needs_search(self, member: Found | None, limits: Limits) -> bool:
-        """Return True if a new member is allowed, and `member` uses too little of the limits."""
+        """Return True if a new member is allowed, and `member` uses too little of the limits.
+
+        A new member is allowed if there are fewer than `num_members` and the limits were not
+        searched yet.
+
+        Args:
+            member: The largest member within the limits. None: there is none, which is too little.
+            limits: Limits of the device.
+        """
         if len(self._members) >= self.num_members or limits in self._searched:
             return False
         return (

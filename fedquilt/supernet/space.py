@@ -51,7 +51,7 @@ class Config:
     widths: tuple[float, ...] = ()  # Kept share of channels, by stage. Empty: no choice.
 
     def to_json(self) -> dict[str, list[float]]:
-        """Return the configuration as lists that JSON can represent."""
+        """Return the configuration as lists that JSON can represent, by the names of its fields."""
         return {kind: list(getattr(self, kind)) for kind in KINDS}
 
     @classmethod
@@ -131,7 +131,7 @@ class Space(ABC):
     @property
     @abstractmethod
     def stages(self) -> tuple[StageOptions, ...]:
-        """Return the options of each stage."""
+        """Return the options of each stage, in the order of the forward pass."""
 
     @abstractmethod
     def blocks(self, config: Config) -> dict[str, BlockSpec]:
@@ -145,7 +145,10 @@ class Space(ABC):
         """
 
     def kept_blocks(self, config: Config) -> list[list[BlockChoice]]:
-        """Return the choices of the blocks that are kept, by stage and position."""
+        """Return the expansion and kernel of the blocks that are kept: a list for each stage.
+
+        Blocks that the depth of a stage leaves out are not listed.
+        """
         choices_by_stage: list[list[BlockChoice]] = []
         first = 0
         for stage, depth in zip(self.stages, config.depths, strict=True):
@@ -162,11 +165,11 @@ class Space(ABC):
 
     @property
     def choices(self) -> tuple[SpaceChoice, ...]:
-        """Return all choices, in the order of `flat`."""
+        """Return all choices: depths of stages, expansions and kernels of blocks, then widths."""
         return _choices(self.stages)
 
     def flat(self, config: Config) -> tuple[float, ...]:
-        """Return the chosen options in the order of `choices`."""
+        """Return the options that a configuration takes, in the order of `choices`."""
         return (*config.depths, *config.expansions, *config.kernels, *config.widths)
 
     def unflat(self, values: Sequence[float]) -> Config:
@@ -194,7 +197,7 @@ class Space(ABC):
 
     @property
     def num_configs(self) -> int:
-        """Return the number of different nets."""
+        """Return the number of different nets. Choices of blocks that are not kept do not count."""
         total = 1
         for stage in self.stages:
             per_block = len(stage.expansions) * max(1, len(stage.kernels))
@@ -202,11 +205,14 @@ class Space(ABC):
         return total
 
     def is_kept(self, choice: SpaceChoice, config: Config) -> bool:
-        """Return True if the choice has an effect: its block is kept, or it is one of a stage."""
+        """Return True if a choice has an effect on the net of a configuration.
+
+        Choices of a whole stage always have one. Those of a block have one if the block is kept.
+        """
         return choice.block is None or choice.block < config.depths[choice.stage]
 
     def canonical(self, config: Config) -> Config:
-        """Set the choices of blocks that are not kept to their smallest option.
+        """Return a configuration with the smallest option for choices of blocks that are not kept.
 
         Two configurations have the same net exactly if their canonical forms are equal.
 
@@ -221,7 +227,7 @@ class Space(ABC):
         return self._config(values)
 
     def _config(self, values: Sequence[float]) -> Config:
-        """Return the configuration with these options, in the order of `choices`."""
+        """Return the configuration with these options, in the order of `choices`, unchecked."""
         options: dict[str, list[Any]] = {kind: [] for kind in KINDS}
         for choice, value in zip(self.choices, values, strict=True):
             options[choice.kind].append(value)
@@ -252,14 +258,17 @@ class Space(ABC):
     # --- drawing ---------------------------------------------------------------------------------
 
     def sample(self, generator: torch.Generator) -> Config:
-        """Draw every choice uniformly from its options."""
+        """Draw every choice uniformly from its options, and return the canonical configuration."""
         draws = torch.rand(len(self.choices), generator=generator, dtype=torch.float64).tolist()
         return self.unflat(
             [_drawn(choice, draw) for choice, draw in zip(self.choices, draws, strict=True)],
         )
 
     def mutate(self, config: Config, generator: torch.Generator, probability: float) -> Config:
-        """Draw some choices of a configuration again.
+        """Draw some choices of a configuration again, and return the canonical result.
+
+        Choices of blocks that `config` does not keep are always drawn again, in case the depth
+        grows.
 
         Args:
             config: Configuration to start from.
@@ -279,7 +288,7 @@ class Space(ABC):
     def cross(self, a: Config, b: Config, generator: torch.Generator) -> Config:
         """Take every choice from one of two configurations, each with probability 1/2.
 
-        Choices of a block that only one of them keeps come from that one.
+        Choices of a block that only one of them keeps come from that one. The result is canonical.
 
         Args:
             a: First configuration.
@@ -297,7 +306,10 @@ class Space(ABC):
         return self.unflat(values)
 
     def encode(self, config: Config) -> list[float]:
-        """Return features for a predictor: options over the largest one, 0 for a missing block."""
+        """Return features for a predictor, one for each choice.
+
+        A feature is the option divided by the largest option, or 0 for a block that is not kept.
+        """
         features = []
         for choice, value in zip(self.choices, self.flat(config), strict=True):
             features.append(value / choice.options[-1] if self.is_kept(choice, config) else 0.0)
@@ -306,12 +318,18 @@ class Space(ABC):
     # --- nets ------------------------------------------------------------------------------------
 
     def cost(self, config: Config) -> MemberCost:
-        """Count multiply-adds and parameters of a configuration, without building its net."""
+        """Count multiply-adds of one sample and parameters of a configuration.
+
+        The net is not built.
+        """
         costs = [block.cost for block in self.blocks(config).values()]
         return MemberCost(sum(cost.macs for cost in costs), sum(cost.params for cost in costs))
 
     def training_memory(self, config: Config, step: TrainingStep) -> int:
         """Return the bytes of a training step, without building the net.
+
+        They are weights, gradients and optimizer state, and the activations that the backward pass
+        reads.
 
         Args:
             config: A configuration of the space.
@@ -321,7 +339,7 @@ class Space(ABC):
         return step.memory(4 * self.cost(config).params, [activations] * step.passes)
 
     def member(self, config: Config) -> nn.Module:
-        """Build the net of a configuration as a plain module with fresh weights.
+        """Build the net of a configuration as a plain module with fresh random weights.
 
         The module consists of ordinary layers, so that `fedquilt.trace` takes it like any other.
 
@@ -332,12 +350,15 @@ class Space(ABC):
         return nested({name: block.build() for name, block in self.blocks(config).items()})
 
     def with_classes(self, num_classes: int) -> Space:
-        """Return the same space for another number of classes."""
+        """Return a copy of the space with another number of classes."""
         return replace(self, num_classes=num_classes)
 
 
 def nested(blocks: Mapping[str, nn.Module]) -> nn.Sequential:
-    """Arrange modules by their dotted names in nested `nn.Sequential`s."""
+    """Arrange modules by their dotted names in nested `nn.Sequential`s, in the given order.
+
+    The module "stage1.0" becomes the child "0" of the child "stage1".
+    """
     groups: OrderedDict[str, Any] = OrderedDict()
     for path, module in blocks.items():
         first, _, inner_path = path.partition(".")
@@ -370,5 +391,5 @@ def _drawn(choice: SpaceChoice, draw: float) -> float:
 
 
 def _option(choice: SpaceChoice, value: float) -> float:
-    """Return the option itself, so that 4 and 4.0 make equal JSON."""
+    """Return the option that equals `value`, so that 4 and 4.0 make equal JSON."""
     return choice.options[choice.options.index(value)]

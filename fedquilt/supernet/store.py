@@ -49,7 +49,7 @@ def load_supernet(
     space: Space | type[Space] | None = None,
     device: str = "cpu",
 ) -> Supernet:
-    """Read a supernet from a file.
+    """Read a supernet from a file, and return it in evaluation mode.
 
     Args:
         path: A file that `save_supernet` or `fedquilt supernet train` wrote.
@@ -70,7 +70,10 @@ def load_supernet(
 
 
 def read_about(path: str | Path) -> dict[str, Any]:
-    """Return the header of a supernet file: its space, and how it was trained."""
+    """Return the header of a supernet file: its format, its space, and how it was trained.
+
+    The whole file is read to test its checksum. A damaged file is a `RecordError`.
+    """
     note, _ = read_tensors(Path(path), "supernet")
     return note
 
@@ -110,7 +113,12 @@ def import_weights(space: Space, path: str | Path) -> Supernet:
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
-    """Read tensors by name, and refuse those that are not finite."""
+    """Read the tensors of a .safetensors, .pt or .pth file by name, on the CPU.
+
+    Raises:
+        RecordError: The file cannot be read, has another suffix, or has numbers that are not
+            finite.
+    """
     if path.suffix == ".safetensors":
         with TensorFile.open(path) as file:
             weights = file.tensors(torch.device("cpu"), sealed=file.is_sealed)
@@ -125,7 +133,11 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _read_pickled(path: Path) -> dict[str, Tensor]:
-    """Read a state dict that `torch.save` wrote."""
+    """Read a state dict that `torch.save` wrote, on the CPU.
+
+    Raises:
+        RecordError: The file cannot be read, or has objects other than tensors by name.
+    """
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -154,14 +166,17 @@ def write_tensors(
     tensors: Mapping[str, Tensor],
     about: Mapping[str, Any],
 ) -> None:
-    """Write tensors with a header that describes them.
+    """Write tensors with a header that describes them, atomically. Missing folders are created.
 
     Args:
-        path: Path of the file.
+        path: Path of the file. An existing file is replaced.
         kind: "supernet", or "training" for a checkpoint.
         space: Space of the supernet.
         tensors: Tensors by name.
         about: Further values for the header. JSON must be able to represent them.
+
+    Raises:
+        RecordError: The file could not be written.
     """
     note = {"format": FORMAT, "version": VERSION, "kind": kind, "space": space_note(space), **about}
     try:
@@ -172,7 +187,9 @@ def write_tensors(
 
 
 def read_tensors(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the header and the tensors of a file that `write_tensors` wrote.
+    """Read a file that `write_tensors` wrote, and return its header and its tensors.
+
+    The tensors are on the CPU.
 
     Args:
         path: Path of the file.
@@ -214,12 +231,12 @@ def read_tensors(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tenso
 
 
 def space_note(space: Space) -> dict[str, Any]:
-    """Return the name and fields of a space, as values that JSON can represent."""
+    """Return a table with the `name` and `fields` of a space, as values that JSON can represent."""
     return {"name": space.name, "fields": json.loads(json.dumps(asdict(space)))}
 
 
 def space_of(note: Mapping[str, Any], path: Path, expected: Space | type[Space] | None) -> Space:
-    """Return the space of a file.
+    """Return the space of a file, with the number of classes that the file has.
 
     Args:
         note: Name and fields of the space in the file.
@@ -247,9 +264,17 @@ def space_of(note: Mapping[str, Any], path: Path, expected: Space | type[Space] 
 
 
 def _filled(kind: type[Space], fields: Mapping[str, Any], path: Path) -> Space:
-    """Create a space with the fields of a file. Unknown fields are ignored here.
+    """Create a space with the fields of a file.
 
-    `_check_same` reports them later.
+    Fields that the class does not have are ignored here. `_check_same` reports them later.
+
+    Args:
+        kind: Class of the space.
+        fields: Fields in the file.
+        path: Path of the file, for the message.
+
+    Raises:
+        RecordError: The class refuses the fields.
     """
     names = {field.name for field in dataclass_fields(kind)}
     known_fields = {key: _as_tuple(value) for key, value in fields.items() if key in names}
@@ -260,7 +285,16 @@ def _filled(kind: type[Space], fields: Mapping[str, Any], path: Path) -> Space:
 
 
 def _check_same(requested: Mapping[str, Any], stored: Mapping[str, Any], path: Path) -> None:
-    """Refuse a file whose space differs from the requested one."""
+    """Refuse a file whose space differs from the requested one.
+
+    Args:
+        requested: Name and fields of the requested space.
+        stored: Name and fields of the space in the file.
+        path: Path of the file, for the message.
+
+    Raises:
+        RecordError: They differ. The message shows the fields that do.
+    """
     if requested == stored:
         return
     keys = {**requested["fields"], **stored["fields"]}
@@ -294,7 +328,15 @@ def _mismatches(
     tensors: Mapping[str, Tensor],
     optional: frozenset[str] | set[str] = frozenset(),
 ) -> list[str]:
-    """List missing names, unexpected names and differing shapes, the first few of each."""
+    """Return texts on missing names, unexpected names and differing shapes. Empty: all fit.
+
+    The first three of each are shown.
+
+    Args:
+        needed: Tensors of the model by name, whose shapes are needed.
+        tensors: Tensors of the file by name.
+        optional: Names that may be missing.
+    """
     missing = [name for name in needed if name not in tensors and name not in optional]
     unexpected = [name for name in tensors if name not in needed]
     shapes = [

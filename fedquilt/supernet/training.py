@@ -174,7 +174,11 @@ class _Trainer:
         return self.settings.epochs if phase.kind == "largest" else self.settings.phase_epochs
 
     def epochs(self) -> Iterator[SupernetProgress]:
-        """Train epoch by epoch, from the current phase and epoch on."""
+        """Train epoch by epoch, from the current phase and epoch on, and yield each one's progress.
+
+        When an epoch is yielded, the trainer has its state after this epoch, which `save` can
+        store.
+        """
         counts = [self._num_epochs(phase) for phase in self.phases]
         while self.phase < len(self.phases):
             phase = self.phases[self.phase]
@@ -199,7 +203,10 @@ class _Trainer:
         self.optimizer = self._optimizer(phase)
 
     def _end(self, phase: Phase) -> None:
-        """Measure the largest net's statistics and, before shrinking, keep it as the teacher."""
+        """Measure the largest net's norm statistics at the end of a phase.
+
+        After the phase "largest" a frozen copy of that net is kept as the teacher of later phases.
+        """
         rows = torch.arange(
             min(len(self.data.images), self.settings.calibration // self._per_image),
         )
@@ -215,11 +222,18 @@ class _Trainer:
 
     @property
     def _rows_per_step(self) -> int:
-        """Return the number of images of a step, at least two because norms need them."""
+        """Return the number of images of a step, before rotation: at least two, which norms need.
+
+        It is `batch_size`, or a quarter of it if images are rotated.
+        """
         return max(2, self.settings.batch_size // self._per_image)
 
     def _optimizer(self, phase: Phase) -> torch.optim.SGD:
-        """Return SGD over the weights of a phase. Vectors and transforms have no weight decay."""
+        """Return a new SGD optimizer over the weights that a phase trains, without momentum yet.
+
+        The phase "largest" does not train kernel transforms. Vectors and transforms have no weight
+        decay. The learning rate is 0 until `_train_epoch` sets it.
+        """
         supernet = self.supernet
         matrices = [p for p in supernet.net.parameters() if p.dim() > 1]
         undecayed = [p for p in supernet.net.parameters() if p.dim() <= 1]
@@ -238,7 +252,16 @@ class _Trainer:
         return torch.Generator().manual_seed(seed)
 
     def _train_epoch(self, phase: Phase) -> tuple[float, float]:
-        """Train one epoch and return its mean loss and accuracy."""
+        """Train one epoch of a phase on all images, in a random order.
+
+        The learning rate falls from that of the phase to 0 over all epochs of the phase (cosine).
+
+        Returns:
+            Mean loss and mean accuracy over the batches.
+
+        Raises:
+            DivergenceError: The mean loss is not finite.
+        """
         settings = self.settings
         order = torch.randperm(
             len(self.data.images), generator=self._generator(noise.Stream.SUPERNET_ORDER)
@@ -265,7 +288,19 @@ class _Trainer:
         return loss, accuracy
 
     def _step(self, phase: Phase, images: Tensor, labels: Tensor, step: int) -> Tensor:
-        """Update the shared weights once. Return the mean loss and accuracy of the step's nets."""
+        """Update the shared weights once, by the mean gradient of members that the phase samples.
+
+        In shrinking phases members also learn from the teacher, if `distillation` is above 0.
+
+        Args:
+            phase: Phase whose open options are sampled.
+            images: (sample, channel, height, width) Augmented images.
+            labels: (sample,) Classes.
+            step: Number of the step in the epoch, for the random numbers.
+
+        Returns:
+            (2,) Mean loss and mean accuracy of the sampled members.
+        """
         generator = self._generator(noise.Stream.SUPERNET_CONFIG, step)
         targets = None
         if phase.kind != "largest" and self.teacher is not None and self.settings.distillation:
@@ -289,14 +324,31 @@ class _Trainer:
         return sums
 
     def _forward(self, phase: Phase, images: Tensor, config: Config) -> Tensor:
-        """Run a member. In a shrinking phase no member updates running statistics."""
+        """Return the logits of a member, (sample, class), in training mode.
+
+        The phase "largest" runs the largest net and updates its running statistics. In a shrinking
+        phase no member updates them.
+
+        Args:
+            phase: Current phase.
+            images: (sample, channel, height, width) Images.
+            config: The member. It has no effect in the phase "largest".
+        """
         if phase.kind == "largest":
             logits: Tensor = self.supernet(images)
             return logits
         return self.supernet.run(images, config)
 
     def _augmented(self, images: Tensor, step: int) -> Tensor:
-        """Shift and mirror images at random, according to the settings."""
+        """Mirror and shift each image at random, according to `flip` and `crop` of the settings.
+
+        The shape stays the same, and the border is filled with 0. With neither setting the images
+        are returned as they are.
+
+        Args:
+            images: (sample, channel, height, width) Images.
+            step: Number of the step in the epoch, for the random numbers.
+        """
         generator = self._generator(noise.Stream.SUPERNET_AUGMENTATION, step)
         crop, size = self.settings.crop, images.shape[-1]
         if self.settings.flip:
@@ -318,7 +370,11 @@ class _Trainer:
     # --- checkpoints -----------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint with everything that the training needs to resume."""
+        """Write a checkpoint with everything that the training needs to resume.
+
+        It has the supernet, the teacher, the momentum buffers, and the number of the phase and
+        epoch.
+        """
         tensors = {f"supernet/{name}": value for name, value in self.supernet.state_dict().items()}
         if self.teacher is not None:
             teacher = self.teacher.state_dict()
@@ -331,7 +387,7 @@ class _Trainer:
         write_tensors(path, "training", self.space, tensors, note)
 
     def restore(self, path: Path) -> None:
-        """Resume from a checkpoint.
+        """Read a checkpoint, and continue from its phase and epoch.
 
         Raises:
             RecordError: The checkpoint is damaged, or belongs to another training.
