@@ -50,7 +50,6 @@ REQUEST = "request.json"  # What `serve` asked for
 STATUS = "status.json"  # What the ServerApp does
 SETTINGS = "settings.toml"  # Settings before the devices were known
 WAIT_SECONDS = 2.0  # Time between two looks at who is online
-MAX_CLIENTS = 100_000
 
 
 @dataclass(frozen=True)
