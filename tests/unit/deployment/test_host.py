@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fedquilt as fq
+from fedquilt.data.scale import Scale
 from fedquilt.deployment.enrolment import About, Enrolment
 from fedquilt.deployment.host import DeviceHost, DeviceSettings
 from fedquilt.deployment.in_process import own_data
@@ -73,7 +74,7 @@ def test_a_device_introduces_itself_with_name_budget_and_size_alone(host, data):
 
 
 def test_a_device_takes_classes_and_normalisation_of_the_server(host, data):
-    scale = fq.data.federated.Scale(torch.full((1, 1, 1), 0.1), torch.full((1, 1, 1), 2.0))
+    scale = Scale(torch.full((1, 1, 1), 0.1), torch.full((1, 1, 1), 2.0))
     about = about_of(replace(data, scale=scale, num_classes=7))
     fitted = about.fitted(host.data)
     assert fitted.num_classes == 7
