@@ -42,7 +42,7 @@ class ModelTerms:
 
 @dataclass(frozen=True)
 class About:
-    """What a device has to know about the server's model and samples."""
+    """Facts about the server's model and samples that a device has to know."""
 
     run: str  # Identity of the run
     model: Any  # Settings of the model or of several models, as plain values
@@ -191,7 +191,7 @@ def _renamed(model: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Enrolment:
-    """How a device introduces itself. This is all that a server learns before the first round."""
+    """Introduction of a device. It is all that a server learns before the first round."""
 
     name: str
     budget: Budget | None  # None: the device cannot take part

@@ -29,7 +29,7 @@ MAX_REFERENCES = 5  # Names of code that an error lists
 
 @dataclass(frozen=True)
 class DeviceSettings:
-    """What the owner of a device decided at `fedquilt join`."""
+    """Decisions of a device's owner at `fedquilt join`."""
 
     name: str  # Name of the device, which the server learns
     data: str  # Name, file or folder of the samples

@@ -72,7 +72,7 @@ class KeyFolder:
 
 @dataclass(frozen=True)
 class NewKeys:
-    """What `make_keys` wrote, and when certificates expire."""
+    """Files that `make_keys` wrote, and the days on which certificates expire."""
 
     written: tuple[Path, ...]
     ca_expires: datetime.datetime

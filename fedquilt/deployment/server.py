@@ -54,7 +54,7 @@ WAIT_SECONDS = 2.0  # Time between two looks at who is online
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """What `fedquilt serve` asked for, in a file that the ServerApp reads."""
+    """Request of `fedquilt serve`, in a file that the ServerApp reads."""
 
     run_id: str  # Identity of the run, which is the same after a resume
     num_clients: int  # Devices to wait for
@@ -101,7 +101,7 @@ class ServeRequest:
 
 @dataclass(frozen=True)
 class Status:
-    """What the ServerApp does, for `fedquilt serve`."""
+    """State of the ServerApp, which `fedquilt serve` shows."""
 
     state: str  # "waiting", "training", "finished" or "failed"
     text: str = ""  # Details for people

@@ -52,7 +52,7 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Address:
-    """Where devices connect, and how the server is recognised."""
+    """Address that devices connect to, and the certificate of the server."""
 
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free one
