@@ -202,6 +202,10 @@ def _assign(holder: Any, path: list[str], full: int, size: int) -> Any:
 def _replaced(value: Any, path: list[str], full: int, size: int) -> Any:
     """Return a number for another size, or a container in which the number at a path is changed.
 
+    An integer becomes `size`. A real number is taken for a power of `full`, and becomes the same
+    power of `size` (`_rescale`). Modules, configurations and dictionaries are changed in place, and
+    returned. Of a tuple or list a changed copy is returned (`_assign`).
+
     Args:
         value: The number itself if `path` is empty, else the object that the path starts from.
         path: Names of attributes or keys, and indices of tuples.

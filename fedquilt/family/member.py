@@ -386,7 +386,8 @@ class Member:
     def _nested_activations(self, step: TrainingStep) -> list[int]:
         """Return the bytes that each nested net of a step saves for a batch, widest first.
 
-        Nets as wide as the member are not run. At most `step.most` nets are listed.
+        Nets as wide as the member are left out of the list. Of the narrower ones, the widest
+        `step.most` are listed, or all if it is None.
         """
         nets = [self.nested(share) for share in sorted(step.nested, reverse=True)]
         narrower = [net for net in nets if net.arch != self.arch][: step.most]

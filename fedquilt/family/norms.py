@@ -139,8 +139,12 @@ class NormPolicy:
     def training_pass(self, scaler: bool = False) -> Pass:
         """Return the options of a training step's forward pass.
 
+        Norms use the statistics of the batch. If the policy tracks statistics, the pass also
+        returns new running values.
+
         Args:
-            scaler: True: outputs are divided by the client's share (HeteroFL). False has no effect.
+            scaler: True: outputs of cut hidden layers are divided by the client's share (HeteroFL).
+                False: they are not divided.
         """
         return Pass(train=True, statistics="track" if self.tracks else "batch", scaler=scaler)
 

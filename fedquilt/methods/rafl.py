@@ -311,7 +311,7 @@ class RaFL(Method):
         raise BudgetError(self._too_tight(budget, step, world))
 
     def _limited(self, private: str, world: World) -> Member:
-        """Return the net or pair that limits apply to, for a private net by its name."""
+        """Return what limits apply to: `private`, and by `limit="pair"` also the knowledge net."""
         variant = private if self.limit == "private" else joined(WHOLE, private)
         return world.family.member(world.family.at(variant).whole)
 

@@ -122,12 +122,14 @@ class Grades:
 def grades_of(scores: Sequence[Score], task: Task, validated: Sequence[Score]) -> Grades:
     """Return every metric, and the main one for every domain, such as `accuracy/mnist`.
 
-    Figures are means over the tests with the same label. Metrics without any value are left out.
+    A figure is the mean over the tests with the same label. The label of a test is its key in
+    records, usually a share such as "0.5". Metrics without any value are left out.
 
     Args:
-        scores: Results that are reported in records.
+        scores: Results on the samples that records report. They give `Grades.metrics`.
         task: Task whose metrics are computed.
-        validated: Additional results on validation samples. May be empty.
+        validated: Results of the same tests on validation samples. They give only
+            `Grades.validation`, which has the main metric by label if it is finite. May be empty.
     """
     by_domain: dict[Domain, list[Score]] = {}
     for score in scores:
