@@ -70,7 +70,7 @@ from fedquilt.round.training.adversarial import Adversarial
 from fedquilt.round.training.attacks import PGD, AdversarialTraining
 from fedquilt.round.training.augmentation import Intensity
 from fedquilt.round.training.distillation import Distilled, FromTeacher, Imitation, SoftLabels
-from fedquilt.round.training.filters import All, Filter, Nothing, Parts, VariantWeights
+from fedquilt.round.training.filters import All, Filter, Nothing, PartWeights, VariantWeights
 from fedquilt.round.training.learner import Freeze, Learner, Phase, nets_of
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.mutual import Distance, Mutual
@@ -184,7 +184,7 @@ __all__ = [
     "Nothing",
     "Objective",
     "Part",
-    "Parts",
+    "PartWeights",
     "Passes",
     "Payload",
     "Phase",

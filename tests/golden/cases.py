@@ -444,7 +444,7 @@ SETTING_RUNS = {
         HeteroFL(),
         shares=tuple(fq.Budget(memory=bytes) for bytes in (4_000_000, 1_000_000, 500_000)),
     ),
-    "availability": Case(HeteroFL(), fleet={"available": Diurnal(4, 1)}, rounds=3),
+    "availability": Case(HeteroFL(), fleet={"availability": Diurnal(4, 1)}, rounds=3),
     # Links.
     "link-sparse-both-ways": Case(
         FedRolex(), link=fq.Link(codec=fq.links.Codec(keep=0.25, bits=8, down=True)), rounds=3

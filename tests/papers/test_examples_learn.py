@@ -122,7 +122,7 @@ def test_rows_learn_with_the_papers_settings(name: str, drawn: Path) -> None:
             continue
         seen.add(type(experiment.method))
         clients = min(100, settings["fleet"]["clients"])  # There are 500 images.
-        fleet = {"clients": clients, "sample": min(2, clients)}
+        fleet = {"clients": clients, "cohort": min(2, clients)}
         quick = overlay(
             settings, {"rounds": 2, "fleet": fleet, "evaluation": {"every": 0, "per_client": False}}
         )

@@ -45,7 +45,7 @@ class Nothing(Filter):
 
 
 @dataclass(frozen=True)
-class Parts(Filter):
+class PartWeights(Filter):
     """The weights of the named parts, or all other weights."""
 
     parts: tuple[str, ...]  # Names of parts of the model, such as `norm`. Unknown ones are empty.

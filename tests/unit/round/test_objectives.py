@@ -21,7 +21,7 @@ from fedquilt.round.federation import World
 from fedquilt.round.training.adversarial import Adversarial
 from fedquilt.round.training.attacks import PGD, AdversarialTraining
 from fedquilt.round.training.distillation import Distilled
-from fedquilt.round.training.filters import Parts
+from fedquilt.round.training.filters import PartWeights
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import (
@@ -434,7 +434,7 @@ class HeadOnly(HeteroFL):
 
     def learner(self, job: Job, world: World) -> Learner:
         learner = super().learner(job, world)
-        return replace(learner, send=Parts(("head",)), receive=Parts((), other=True))
+        return replace(learner, send=PartWeights(("head",)), receive=PartWeights((), other=True))
 
 
 @pytest.mark.parametrize("link", ["perfect", "lq4", "lossy-mild"])
@@ -461,10 +461,12 @@ def test_downloads_and_uploads_have_separate_filters(link, make_data, play, perc
 
 def test_a_client_downloads_what_it_uploads_by_default(residual):
     member = residual.member(residual.whole)
-    plain = Learner((Phase(),), LocalTraining(), 0.1, send=Parts(("norm",)))
+    plain = Learner((Phase(),), LocalTraining(), 0.1, send=PartWeights(("norm",)))
     assert plain.received(member) == plain.sent(member)
-    other = replace(plain, receive=Parts(("norm",), other=True))
+    other = replace(plain, receive=PartWeights(("norm",), other=True))
     assert set(other.received(member)) == set(member.trainable) - set(plain.sent(member))
     assert other.sent(member) == plain.sent(member)
-    tracked = replace(plain, local=LocalTraining(norm="per_client"), receive=Parts((), other=True))
+    tracked = replace(
+        plain, local=LocalTraining(norm="per_client"), receive=PartWeights((), other=True)
+    )
     assert not set(member.statistics) & set(tracked.received(member))

@@ -18,7 +18,7 @@ from fedquilt.family import Pass
 from fedquilt.family.cut import prefix
 from fedquilt.methods import FedAvg
 from fedquilt.round.federation import World
-from fedquilt.round.training.filters import All, Nothing, Parts
+from fedquilt.round.training.filters import All, Nothing, PartWeights
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.objectives import MaskedCrossEntropy, Proximal, Summed, TaskLoss
@@ -262,9 +262,12 @@ def test_filters_by_part(residual):
     norms, everything = set(residual.parts["norm"]), {*residual.trainable, *residual.statistics}
     assert All().names(residual.member(residual.whole)) == everything
     assert Nothing().names(residual.member(residual.whole)) == set()
-    assert Parts(("norm",)).names(residual.member(residual.whole)) == norms
-    assert Parts(("norm",), other=True).names(residual.member(residual.whole)) == everything - norms
-    assert Parts(("no such part",)).names(residual.member(residual.whole)) == set()
+    assert PartWeights(("norm",)).names(residual.member(residual.whole)) == norms
+    assert (
+        PartWeights(("norm",), other=True).names(residual.member(residual.whole))
+        == everything - norms
+    )
+    assert PartWeights(("no such part",)).names(residual.member(residual.whole)) == set()
 
 
 @pytest.mark.parametrize(
