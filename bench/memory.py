@@ -29,7 +29,7 @@ from fedquilt.methods import HeteroFL
 from fedquilt.models import MODELS
 from fedquilt.round.federation import World
 from fedquilt.round.training.state import Received
-from fedquilt.round.training.step import Batch, Step, clipped, gradient, move
+from fedquilt.round.training.step import Batch, StepSettings, clipped, gradient, move
 from fedquilt.terms import Arch, Client, Job
 
 DEVICE = torch.device("cuda")
@@ -121,7 +121,7 @@ def engine(family: fq.Family, arch: Arch, case: Case) -> Callable[[], None]:
                 )
                 grads = clipped(grads, case.optimizer.clip)
                 masks = learner.masks(family.member(arch), phase, DEVICE)
-                state, slots = move(learner, phase, state, slots, grads, masks, Step(0))
+                state, slots = move(learner, phase, state, slots, grads, masks, StepSettings(0))
                 state = {**state, **seen}
 
     return step

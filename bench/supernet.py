@@ -52,7 +52,7 @@ from fedquilt.supernet.scoring import (
     Validation,
     fit_score,
 )
-from fedquilt.supernet.search import Found, Options, Search
+from fedquilt.supernet.search import Found, Search, SearchOptions
 from fedquilt.supernet.service import SearchService
 
 Labelled = tuple[Tensor, Tensor]  # stored images and their targets
@@ -134,7 +134,7 @@ def near(search: Search, without: set[Config]) -> list[Config]:
         search.meter.cost(config).macs for config in (search.space.smallest, search.space.largest)
     )
     limit = (low + high) / 2
-    options = Options(strategy="random", tolerance=NEAR, draws=100_000, seed=2)
+    options = SearchOptions(strategy="random", tolerance=NEAR, draws=100_000, seed=2)
     members = search.with_options(options).top(Limits(macs=limit), NUM_NEAR + len(without))
     # they are ordered by their predicted accuracy
     shuffled = np.random.default_rng(0).permutation(len(members))
@@ -175,7 +175,7 @@ def report_search(search: Search, compared: MeasuredAccuracy) -> None:
             f"  searched in {time.perf_counter() - began:.1f} s: {summary(found, search, compared)}"
         )
         for seed in SEEDS:
-            options = Options(strategy="random", tolerance=0.1, draws=100_000, seed=seed)
+            options = SearchOptions(strategy="random", tolerance=0.1, draws=100_000, seed=seed)
             drawn = search.with_options(options).top(limits, NUM_TRIED)
             print(f"  random, seed {seed}: {summary(drawn, search, compared)}")
 
@@ -201,7 +201,7 @@ def report_utilization() -> None:
         fleet = {Limits(macs=float(limit)): 1 for limit in limits}
         for strategy in ("evolution", "random"):
             service = SearchService(
-                Search(Meter(SPACES[name]()), options=Options(strategy=strategy))
+                Search(Meter(SPACES[name]()), options=SearchOptions(strategy=strategy))
             )
             began = time.perf_counter()
             service.prepare(fleet)

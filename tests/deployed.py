@@ -44,7 +44,7 @@ def deployed(
         precision=truth.world.precision,
         courier=courier,
         run_id=RUN_ID,
-        terms=Terms.of(truth.federation),
+        terms=Terms.of,
         **options,
     )
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from fedquilt.studies.published import spread_of, spread_text
 from fedquilt.studies.result import Result
 from fedquilt.studies.stored import read_stored
-from fedquilt.studies.values import Value
+from fedquilt.studies.values import TableValue
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "results"
@@ -68,13 +68,14 @@ def row_of(pattern: str, columns: Sequence[str], folder: Path) -> list[str]:
         raise ValueError(f"{folder / glob} has no stored result.")
     return [
         " / ".join(
-            _shown(results, Value.parse(text.replace("@", insert))) for text in column.split(" / ")
+            _shown(results, TableValue.parse(text.replace("@", insert)))
+            for text in column.split(" / ")
         )
         for column in columns
     ]
 
 
-def _shown(results: Sequence[Result], value: Value) -> str:
+def _shown(results: Sequence[Result], value: TableValue) -> str:
     """Return mean and deviation of a value over results, of which each must have it."""
     for result in results:
         if value.of(result) is None:

@@ -214,7 +214,7 @@ class JoinCommand:
         """Check everything, print what will be sent, and take part until ctrl-C."""
         from fedquilt.cli.show import console_for, say
         from fedquilt.deployment.host import DeviceSettings
-        from fedquilt.deployment.joining import Server, checked_settings, join
+        from fedquilt.deployment.joining import ServerEndpoint, checked_settings, join
         from fedquilt.deployment.keys import check_installed
         from fedquilt.hardware.device import device_of
 
@@ -234,7 +234,7 @@ class JoinCommand:
         _, lines = checked_settings(settings)
         ca = None if self.ca is None else Path(self.ca).resolve()
         key = None if self.key is None else Path(self.key).resolve()
-        server = Server(self.address, ca, key)
+        server = ServerEndpoint(self.address, ca, key)
         server.check()
         for line in lines:
             say(console, line)

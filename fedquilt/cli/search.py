@@ -110,7 +110,7 @@ class SearchRequest:
         from fedquilt.family.cost import TrainingStep
         from fedquilt.supernet.latency import LatencyTable
         from fedquilt.supernet.meter import Meter
-        from fedquilt.supernet.search import Options, Search
+        from fedquilt.supernet.search import Search, SearchOptions
 
         table = LatencyTable.load(self.table) if self.table else None
         step = TrainingStep() if self.batch_size is None else TrainingStep(self.batch_size)
@@ -119,7 +119,7 @@ class SearchRequest:
             "verified": self.verified,
             "seed": self.seed,
         }
-        options = Options(
+        options = SearchOptions(
             self.strategy, **{name: value for name, value in flags.items() if value is not None}
         )
         search = Search(Meter(space, step, table), options=options)

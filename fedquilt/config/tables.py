@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
-class Table(NamedTuple):
+class SettingsTable(NamedTuple):
     """Subclasses of a base class by the names that files use for them."""
 
     noun: str  # Word for a variant in messages, such as "method"
@@ -15,7 +15,7 @@ class Table(NamedTuple):
     short: bool = False  # If True, a variant with default values is written as its name alone.
 
 
-TABLES: dict[type, Table] = {}  # Filled by `fedquilt.runs.registries`
+TABLES: dict[type, SettingsTable] = {}  # Filled by `fedquilt.runs.registries`
 
 
 class Problem(NamedTuple):

@@ -21,14 +21,14 @@ from fedquilt.config.schema import (
 from fedquilt.config.tables import TABLES, UNSET
 
 
-class Variants(NamedTuple):
+class SettingVariants(NamedTuple):
     """The variants that a name at a path selects from."""
 
     common: frozenset[str]  # Keys that all variants have
     usual: str  # Name of the default variant. Empty: a name is required
 
 
-def variants(kind: Any, path: Sequence[str], usual: Any = UNSET) -> Variants | None:
+def variants(kind: Any, path: Sequence[str], usual: Any = UNSET) -> SettingVariants | None:
     """Return the common keys and the default of the variants that a name at a path selects from.
 
     Args:
@@ -61,8 +61,8 @@ def variants(kind: Any, path: Sequence[str], usual: Any = UNSET) -> Variants | N
         for candidate in (*named, *open_bases)
     ]
     if not has_names and any(hasattr(member, "presets") for member in kinds):
-        return Variants(frozenset(), "")  # A name can only select another preset.
+        return SettingVariants(frozenset(), "")  # A name can only select another preset.
     if not has_names and not any(issubclass(member, Choice) for member in kinds):
         return None
     name = label(type(usual)) if is_dataclass(usual) else usual_name(kinds)
-    return Variants(frozenset(set.intersection(*key_sets)), name)
+    return SettingVariants(frozenset(set.intersection(*key_sets)), name)

@@ -15,7 +15,7 @@ from fedquilt.family import Family
 from fedquilt.names import said
 
 if TYPE_CHECKING:
-    from fedquilt.deploy.trained import Trained
+    from fedquilt.deploy.trained import TrainedRun
 
 
 # Largest difference between outputs of two runtimes, which sum in different orders. If outputs are
@@ -25,7 +25,7 @@ TOLERANCE = 1e-4
 BATCHES = (2, 1, 7, 32)
 
 
-def comparison_batches(run: Trained, sizes: Sequence[int]) -> tuple[list[Tensor], str]:
+def comparison_batches(run: TrainedRun, sizes: Sequence[int]) -> tuple[list[Tensor], str]:
     """Return input batches on which the exported model is compared with torch, on the CPU.
 
     They are test samples of the run, repeated if there are too few. Without samples they are

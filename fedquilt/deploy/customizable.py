@@ -32,7 +32,7 @@ from fedquilt.storage.files import Blob, why, write
 from fedquilt.terms import Budget, Submodel, Submodels, Weights
 
 if TYPE_CHECKING:
-    from fedquilt.deploy.trained import Trained
+    from fedquilt.deploy.trained import TrainedRun
 
 
 @dataclass(frozen=True)
@@ -404,7 +404,7 @@ class _Statistics(nn.Module):
 
 
 def customizable(
-    run: Trained,
+    run: TrainedRun,
     shares: Iterable[float],
     client: int | None = None,
     norms: NormPolicy | str | None = None,

@@ -30,7 +30,7 @@ from fedquilt.round.ranking import ranked
 from fedquilt.terms import Budget, Client, Job, Server, Submodel, Submodels, Weights
 
 if TYPE_CHECKING:
-    from fedquilt.deploy.trained import Trained
+    from fedquilt.deploy.trained import TrainedRun
 
 _ROUNDING = 1e-9  # Rounding error of a sum of shares
 _log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Deployed:
 class WeightSource:
     """Weights of a run that are deployed: those of the server, or those of one client."""
 
-    run: Trained
+    run: TrainedRun
     client: int | None = None  # Client whose own result is deployed. None: the server's.
 
     def __post_init__(self) -> None:
@@ -231,7 +231,7 @@ class WeightSource:
 
 
 def deployed(
-    run: Trained,
+    run: TrainedRun,
     budget: Budget,
     client: int | None = None,
     norms: NormPolicy | str | None = None,
@@ -277,7 +277,7 @@ def has_statistics(member: Member, state: Weights) -> bool:
     return set(member.statistics) <= set(state)
 
 
-def check_nets(run: Trained, nets: Iterable[Submodel], norms: NormPolicy) -> None:
+def check_nets(run: TrainedRun, nets: Iterable[Submodel], norms: NormPolicy) -> None:
     """Refuse nets whose modules compute something else than clients trained.
 
     Args:
@@ -289,7 +289,7 @@ def check_nets(run: Trained, nets: Iterable[Submodel], norms: NormPolicy) -> Non
         run.world.family.member(net).check_net(compared_passes(run.method.local, norms))
 
 
-def check_client(run: Trained, client: int) -> None:
+def check_client(run: TrainedRun, client: int) -> None:
     """Raise a ConfigError unless `client` is a whole number from 0 to the number of clients − 1."""
     if not whole(client) or client >= run.fleet.num_clients:
         raise ConfigError(
@@ -297,7 +297,7 @@ def check_client(run: Trained, client: int) -> None:
         )
 
 
-def norms_of(run: Trained, requested: NormPolicy | str | None, client: int | None) -> NormPolicy:
+def norms_of(run: TrainedRun, requested: NormPolicy | str | None, client: int | None) -> NormPolicy:
     """Return the norm policy that was asked for, or the one that the method's policy implies.
 
     Statistics that training stored are used. If it stored none they are measured, so that the
@@ -347,7 +347,7 @@ def total_share(family: Family, nets: Submodels) -> float:
     return sum(family.width(net) for net in nets)
 
 
-def check_within(run: Trained, nets: Submodels, budget: Budget) -> None:
+def check_within(run: TrainedRun, nets: Submodels, budget: Budget) -> None:
     """Refuse nets that exceed the budget of their device, whatever a method's `deploy` returns.
 
     A share may be exceeded with a warning. This happens if it is less than one channel, or if a

@@ -20,7 +20,7 @@ from fedquilt.deploy.deploy import (
     total_cost,
     total_share,
 )
-from fedquilt.deploy.formats import FORMATS, Written
+from fedquilt.deploy.formats import FORMATS, WrittenModel
 from fedquilt.deploy.model_file import (
     about,
 )
@@ -33,7 +33,7 @@ from fedquilt.storage.tensor_files import TensorFile
 from fedquilt.terms import Budget
 
 if TYPE_CHECKING:
-    from fedquilt.deploy.trained import Trained
+    from fedquilt.deploy.trained import TrainedRun
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Exported:
 
 
 def export(  # noqa: PLR0913  # Options of `Run.export`
-    run: Trained,
+    run: TrainedRun,
     file: str | Path,
     budget: Budget,
     format: str = "",
@@ -115,7 +115,7 @@ def export(  # noqa: PLR0913  # Options of `Run.export`
         "robustness": robustness,
         "nets": [net.to_dict() for net in deployment.nets],
     }
-    model = Written(module, deployment, batches[0], note)
+    model = WrittenModel(module, deployment, batches[0], note)
     data = writer.write(model)
     difference = largest_difference(module, writer.read(data, model), batches, kind)
     cost = deployment.cost
@@ -138,7 +138,7 @@ def export(  # noqa: PLR0913  # Options of `Run.export`
 
 
 def export_sizes(  # noqa: PLR0913  # Options of `Run.export`
-    run: Trained,
+    run: TrainedRun,
     file: str | Path,
     shares: Sequence[float],
     format: str = "",

@@ -36,7 +36,7 @@ Forward = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenModel:
     """A module that is being written to a file, with its origin, an example input and a note."""
 
     module: nn.Module  # Module in evaluation mode, on the CPU.
@@ -53,11 +53,11 @@ class Format(ABC):
         """Raise a ConfigError if packages of the format are missing, before any expensive step."""
 
     @abstractmethod
-    def write(self, model: Written) -> bytes:
+    def write(self, model: WrittenModel) -> bytes:
         """Return the content of the file. Nothing is written to disk."""
 
     @abstractmethod
-    def read(self, data: bytes, model: Written) -> Forward:
+    def read(self, data: bytes, model: WrittenModel) -> Forward:
         """Return the model in the content of a file, as a function of a batch.
 
         Args:
@@ -87,7 +87,7 @@ class Onnx(Format):
             )
 
     @override
-    def write(self, model: Written) -> bytes:
+    def write(self, model: WrittenModel) -> bytes:
         program = _program(model)
         try:
             with _quiet():
@@ -112,7 +112,7 @@ class Onnx(Format):
         return data
 
     @override
-    def read(self, data: bytes, model: Written) -> Forward:
+    def read(self, data: bytes, model: WrittenModel) -> Forward:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -142,7 +142,7 @@ class Pt2(Format):
     """
 
     @override
-    def write(self, model: Written) -> bytes:
+    def write(self, model: WrittenModel) -> bytes:
         buffer, program = io.BytesIO(), _program(model)
         with _quiet():
             torch.export.save(
@@ -151,7 +151,7 @@ class Pt2(Format):
         return buffer.getvalue()
 
     @override
-    def read(self, data: bytes, model: Written) -> Forward:
+    def read(self, data: bytes, model: WrittenModel) -> Forward:
         with _quiet():
             program: Forward = torch.export.load(io.BytesIO(data)).module()
         return program
@@ -168,7 +168,7 @@ def _recordable(module: nn.Module) -> nn.Module:
     return module.exportable() if isinstance(module, Variants) else module
 
 
-def _program(model: Written) -> Any:
+def _program(model: WrittenModel) -> Any:
     """Export a module with torch.export for batches of any size, without stack traces.
 
     Raises:
@@ -197,7 +197,7 @@ class Safetensors(Format):
     """Weights by name with a note, for `fedquilt.load_model` and the module's code."""
 
     @override
-    def write(self, model: Written) -> bytes:
+    def write(self, model: WrittenModel) -> bytes:
         nets = model.module.nets if isinstance(model.module, Ensemble) else [model.module]
         names, tensors = model.deployment.family.layout.dims, dict[str, Tensor]()
         for position, net in enumerate(nets):
@@ -206,7 +206,7 @@ class Safetensors(Format):
         return b"".join(Blob.sealed(tensors, model.note).chunks())
 
     @override
-    def read(self, data: bytes, model: Written) -> Forward:
+    def read(self, data: bytes, model: WrittenModel) -> Forward:
         file = TensorFile.of(data, "the file")
         tensors = file.tensors(torch.device("cpu"), sealed=True)
         return restored(tensors, file.note, model.deployment.family).requires_grad_(False)

@@ -23,7 +23,7 @@ from fedquilt.terms import WHOLE, Submodel, Weights
 from fedquilt.version import __version__
 
 if TYPE_CHECKING:
-    from fedquilt.deploy.trained import Trained
+    from fedquilt.deploy.trained import TrainedRun
 
 Note = dict[str, Any]
 MAX_INPUT_VALUES = 2**28  # Largest number of values in one sample of a model from a file
@@ -31,7 +31,7 @@ MAX_NETS = 1_024  # Largest number of nets in a file
 _INPUT_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
-def about(run: Trained, family: Family, nets: Sequence[Submodel]) -> Note:
+def about(run: TrainedRun, family: Family, nets: Sequence[Submodel]) -> Note:
     """Return the note about a model in a file. It has the layout, so that loading needs no tracing.
 
     The layout of a whole model has no temporary heads, because the deployed module has none.

@@ -15,7 +15,7 @@ from fedquilt.terms import Server
 
 
 @dataclass
-class Trained:
+class TrainedRun:
     """A federation, the state of its server, and the samples that norms are measured on.
 
     `Run` derives from it and adds training. Deployment and export need no more than this.

@@ -37,7 +37,7 @@ from fedquilt.round.wire import (
     Expected,
     JobResult,
     Message,
-    Received,
+    ReceivedFile,
     Reply,
     Request,
     packet_file,
@@ -338,7 +338,7 @@ class Device:
         job: Job,
         learner: Learner,
         state: ClientState | None,
-    ) -> tuple[Received, Outline]:
+    ) -> tuple[ReceivedFile, Outline]:
         """Read the tensors of one job, and return them with the outline of the download.
 
         The file is compared with what follows from the job.

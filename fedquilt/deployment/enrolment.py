@@ -1,8 +1,8 @@
 """First contact: a server describes its model and samples, and a device introduces itself.
 
-Both are JSON. `About` accompanies every message, so that a device that was restarted needs nothing
-but the message. A device applies the server's normalisation, because one that is measured on its
-own samples would differ.
+Both are JSON. `ServerFacts` accompanies every message, so that a device that was restarted needs
+nothing but the message. A device applies the normalisation of the server, because one that is
+measured on its own samples would differ.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ModelTerms:
 
 
 @dataclass(frozen=True)
-class About:
+class ServerFacts:
     """Facts about the server's model and samples that a device has to know."""
 
     run: str  # Identity of the run
@@ -53,7 +53,7 @@ class About:
     scale: tuple[Any, Any] | None = None
 
     @staticmethod
-    def of(run: str, models: Sequence[Model], data: Pool) -> About:
+    def of(run: str, models: Sequence[Model], data: Pool) -> ServerFacts:
         """Return what devices have to know about data and models.
 
         Args:
@@ -67,7 +67,7 @@ class About:
             scale = data.scale.mean.tolist(), data.scale.std.tolist()
         dtype = str(data.inputs.dtype).removeprefix("torch.")
         shape = tuple(data.inputs.shape[1:])
-        return About(run, write(terms)["model"], shape, dtype, data.num_classes, scale)
+        return ServerFacts(run, write(terms)["model"], shape, dtype, data.num_classes, scale)
 
     def to_bytes(self) -> bytes:
         """Return the description as JSON."""
@@ -83,7 +83,7 @@ class About:
         return json.dumps(plain).encode()
 
     @staticmethod
-    def read(text: bytes) -> About:
+    def read(text: bytes) -> ServerFacts:
         """Read a description.
 
         Raises:
@@ -103,7 +103,7 @@ class About:
         scale = plain["scale"]
         if scale is not None and (not isinstance(scale, list) or len(scale) != 2):
             raise FormatError("the server's description has no normalisation")
-        return About(
+        return ServerFacts(
             plain["run"],
             plain["model"],
             tuple(shape),

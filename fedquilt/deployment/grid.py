@@ -15,7 +15,7 @@ from fedquilt.deployment.enrolment import Enrolment
 from fedquilt.deployment.envelope import pack, unpack
 from fedquilt.deployment.keys import public_key_text
 from fedquilt.deployment.roster import Roster
-from fedquilt.engines.flower.courier import Delivery
+from fedquilt.engines.flower.courier import CourierReply
 from fedquilt.errors import FedquiltError
 from fedquilt.names import said
 from fedquilt.round.wire import Message
@@ -94,7 +94,7 @@ class GridCourier:
                 _log.warning("%s introduced itself in vain: %s.", key[-16:], error)
         return enrolments
 
-    def exchange(self, requests: Mapping[int, Message], deadline: float) -> Iterator[Delivery]:
+    def exchange(self, requests: Mapping[int, Message], deadline: float) -> Iterator[CourierReply]:
         """Send requests, and yield each reply when it arrives.
 
         Args:
@@ -124,7 +124,7 @@ class _Asking:
         self._courier, self._kind, self._key_of = courier, kind, key_of
         self._deadline = deadline
         self._end = time.monotonic() + min(deadline, MAX_TTL_SECONDS)
-        self._deliveries: queue.Queue[Delivery] = queue.Queue()
+        self._deliveries: queue.Queue[CourierReply] = queue.Queue()
         self._poll = POLL_SECONDS
         self._stopped = threading.Event()
 
@@ -132,7 +132,7 @@ class _Asking:
     def _left(self) -> float:
         return self._end - time.monotonic()
 
-    def all(self, requests: Mapping[int, Message]) -> Iterator[Delivery]:
+    def all(self, requests: Mapping[int, Message]) -> Iterator[CourierReply]:
         """Yield one delivery for each client."""
         self._poll = max(POLL_SECONDS, len(requests) / POLLS_PER_SECOND)
         for client, message in requests.items():
@@ -152,16 +152,16 @@ class _Asking:
             self._stopped.set()
         shown = "" if math.isinf(self._deadline) else f" within {self._deadline:g} s"
         for client in sorted(waiting):
-            yield Delivery(client, None, f"no reply came{shown}")
+            yield CourierReply(client, None, f"no reply came{shown}")
 
     def _run(self, client: int, message: Message) -> None:
         try:
             self._deliveries.put(self._ask(client, message))
         except Exception as error:  # A thread that ends silently would leave the round waiting.
             reason = f"the message could not be sent: {said(error)}"
-            self._deliveries.put(Delivery(client, None, reason))
+            self._deliveries.put(CourierReply(client, None, reason))
 
-    def _ask(self, client: int, message: Message) -> Delivery:
+    def _ask(self, client: int, message: Message) -> CourierReply:
         """Ask one device until it replies.
 
         Flower never delivers a message twice, even if the node that took it is gone. So a device
@@ -181,10 +181,10 @@ class _Asking:
                 self._stopped.wait(RETRY_SECONDS)
                 continue
             try:
-                return Delivery(client, unpack(reply.content)[0])
+                return CourierReply(client, unpack(reply.content)[0])
             except FedquiltError as error:
-                return Delivery(client, None, f"the reply cannot be read: {error}")
-        return Delivery(client, None, reason)
+                return CourierReply(client, None, f"the reply cannot be read: {error}")
+        return CourierReply(client, None, reason)
 
     def _sent(self, node: int, message: Message) -> Any:
         """Send a message to a node, and return its reply or error. None: the time is over."""

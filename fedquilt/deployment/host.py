@@ -12,7 +12,7 @@ import torch
 
 from fedquilt.data import FederatedData
 from fedquilt.deployment.device import Device
-from fedquilt.deployment.enrolment import About, Enrolment
+from fedquilt.deployment.enrolment import Enrolment, ServerFacts
 from fedquilt.deployment.roster import check_name, read_budget
 from fedquilt.errors import ConfigError, FedquiltError, FormatError
 from fedquilt.hardware.device import device_of
@@ -138,7 +138,7 @@ class DeviceHost:
 
     def _device(self, about: bytes) -> Device:
         if about not in self._devices:
-            description = About.read(about)
+            description = ServerFacts.read(about)
             data = description.fitted(self.data)
             torch.set_num_threads(self.settings.threads)
             family = description.family(data, self.settings.model)

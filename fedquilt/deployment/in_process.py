@@ -11,7 +11,7 @@ import torch
 from fedquilt.data import FederatedData
 from fedquilt.data.parts import Parts
 from fedquilt.deployment.device import Device
-from fedquilt.engines.flower.courier import Delivery
+from fedquilt.engines.flower.courier import CourierReply
 from fedquilt.round.wire import Message
 
 
@@ -43,7 +43,7 @@ class InProcess:
         """Return the clients whose devices can be reached, in ascending order."""
         return [client for client in sorted(self.devices) if client not in self.offline]
 
-    def exchange(self, requests: Mapping[int, Message], deadline: float) -> Iterator[Delivery]:
+    def exchange(self, requests: Mapping[int, Message], deadline: float) -> Iterator[CourierReply]:
         """Let every device answer, one after another, and yield what arrives of each reply.
 
         A device that is offline gets no request. Faults may lose, change or repeat a reply.
@@ -54,17 +54,17 @@ class InProcess:
         """
         for client, request in requests.items():
             if client in self.offline:
-                yield Delivery(client, None, "the device is offline")
+                yield CourierReply(client, None, "the device is offline")
                 continue
             self.bytes_down += request.bytes
             reply = self.devices[client].answer(request)
             replies = [reply] if self.faults is None else self.faults(client, reply)
             for arrived in replies:
                 if arrived is None:
-                    yield Delivery(client, None, "the reply got lost")
+                    yield CourierReply(client, None, "the reply got lost")
                 else:
                     self.bytes_up += arrived.bytes
-                    yield Delivery(client, arrived)
+                    yield CourierReply(client, arrived)
 
 
 def own_data(data: FederatedData, client: int) -> FederatedData:

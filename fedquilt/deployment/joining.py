@@ -48,7 +48,7 @@ def parse_budget(text: str) -> Budget:
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerEndpoint:
     """The server that a device joins."""
 
     address: str  # host:port
@@ -170,7 +170,10 @@ def checked_settings(settings: DeviceSettings) -> tuple[DeviceHost, list[str]]:
 
 
 def join(
-    settings: DeviceSettings, server: Server, say: Callable[[str], None], isolation: Isolation
+    settings: DeviceSettings,
+    server: ServerEndpoint,
+    say: Callable[[str], None],
+    isolation: Isolation,
 ) -> None:
     """Take part in a federation until the process is interrupted.
 

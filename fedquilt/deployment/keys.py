@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedquilt.errors import ConfigError
+from fedquilt.errors.extras import how_to_install
 from fedquilt.storage.files import make_folder, why
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class NewKeys:
 
 
 def check_installed() -> None:
-    """Refuse to go on without the extra `flower`.
+    """Refuse to continue without the extra `flower`.
 
     Raises:
         ConfigError: flwr is not installed, or has a version that was not tested.
@@ -91,13 +92,12 @@ def check_installed() -> None:
         found = version("flwr")
     except PackageNotFoundError:
         raise ConfigError(
-            "a deployment was asked for; flwr is not installed. "
-            "pip install 'fedquilt[flower]' installs it."
+            f"a deployment was asked for; flwr is not installed: {how_to_install('flower')}."
         ) from None
     if not found.startswith(("1.41.", "1.42.")):
         raise ConfigError(
             f"a deployment was asked for; flwr {found} is installed, and 1.41 or 1.42 works: "
-            "pip install 'fedquilt[flower]'."
+            f"{how_to_install('flower')}."
         )
 
 

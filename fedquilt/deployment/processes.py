@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedquilt.errors import ConfigError
+from fedquilt.errors.extras import how_to_install
 from fedquilt.storage.files import make_folder
 
 STOP_SECONDS = 15.0  # Time that a process has to end after SIGTERM
@@ -77,9 +78,7 @@ def program(name: str) -> str:
     beside = Path(sys.executable).parent / name
     path = str(beside) if beside.exists() else shutil.which(name)
     if path is None:
-        raise ConfigError(
-            f"{name} is needed; it is not installed. pip install 'fedquilt[flower]' installs it."
-        )
+        raise ConfigError(f"{name} is needed; it is not installed: {how_to_install('flower')}.")
     return path
 
 

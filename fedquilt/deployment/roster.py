@@ -28,7 +28,7 @@ _BOUNDS = {"share", "macs", "params", "memory"}
 
 
 @dataclass(frozen=True)
-class Entry:
+class RosterEntry:
     """One device."""
 
     client: int  # Number of the client, from 0
@@ -52,7 +52,7 @@ class Entry:
         }
 
     @staticmethod
-    def from_dict(plain: Any) -> Entry:
+    def from_dict(plain: Any) -> RosterEntry:
         """Read an entry.
 
         Raises:
@@ -71,7 +71,7 @@ class Entry:
             raise FormatError(f"the key of client {plain['client']} is no public key on P-384")
         check_name(plain["name"])
         budget = read_budget(plain["budget"])
-        return Entry(
+        return RosterEntry(
             plain["client"],
             plain["key"],
             plain["name"],
@@ -86,19 +86,19 @@ class Entry:
 class Roster:
     """All devices of a deployment, by client number."""
 
-    entries: dict[int, Entry] = field(default_factory=dict)
+    entries: dict[int, RosterEntry] = field(default_factory=dict)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[RosterEntry]:
         return iter(self.entries[client] for client in sorted(self.entries))
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def by_key(self, key: str) -> Entry | None:
+    def by_key(self, key: str) -> RosterEntry | None:
         """Return the entry of a public key. None: it is unknown."""
         return next((entry for entry in self if entry.key == key), None)
 
-    def enrol(self, key: str, name: str, budget: Budget, size: int) -> Entry:
+    def enrol(self, key: str, name: str, budget: Budget, size: int) -> RosterEntry:
         """Add a device, or update the name, budget and size of one that returns.
 
         Args:
@@ -114,14 +114,14 @@ class Roster:
         if entry is None:
             since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             client = max(self.entries, default=-1) + 1
-            entry = Entry(client, key, name, budget, size, since)
+            entry = RosterEntry(client, key, name, budget, size, since)
         elif entry.is_struck_off:
             raise ConfigError(
                 f"{name} asked to join as client {entry.client}; that device was struck off."
             )
         else:
             entry = replace(entry, name=name, budget=budget, size=size)
-        entry = Entry.from_dict(json.loads(json.dumps(entry.to_dict())))  # The strict checks
+        entry = RosterEntry.from_dict(json.loads(json.dumps(entry.to_dict())))  # The strict checks
         self.entries[entry.client] = entry
         return entry
 
@@ -173,7 +173,7 @@ class Roster:
             raise FormatError("it does not have exactly the keys version and devices")
         if plain["version"] != VERSION or not isinstance(plain["devices"], list):
             raise FormatError(f"it is no roster of version {VERSION}")
-        entries = [Entry.from_dict(entry) for entry in plain["devices"]]
+        entries = [RosterEntry.from_dict(entry) for entry in plain["devices"]]
         by_client = {entry.client: entry for entry in entries}
         if len(by_client) < len(entries) or len({entry.key for entry in entries}) < len(entries):
             raise FormatError("a client or a key occurs twice")

@@ -22,7 +22,7 @@ import torch
 
 from fedquilt.config.toml import read_toml
 from fedquilt.config.writing import write as write_settings
-from fedquilt.deployment.enrolment import About, Enrolment
+from fedquilt.deployment.enrolment import Enrolment, ServerFacts
 from fedquilt.deployment.grid import GridCourier
 from fedquilt.deployment.roster import ROSTER, Roster
 from fedquilt.deployment.terms import Terms
@@ -131,7 +131,7 @@ class Status:
 
 
 @dataclass
-class Deployed(Flower):
+class DeviceEngine(Flower):
     """Engine whose clients are the devices of a roster.
 
     Args:
@@ -194,7 +194,7 @@ def _train(folder: Path, grid: Grid) -> None:
     # Every client needs a part of the server's samples, on which it is evaluated.
     dealt = experiment.data.federate(request.num_clients, experiment.seed)
     models = experiment.models or (Model.usual(dealt[0]),)
-    courier.about = About.of(request.run_id, models, dealt[0]).to_bytes()
+    courier.about = ServerFacts.of(request.run_id, models, dealt[0]).to_bytes()
     enrol(folder, courier, request)
     budgets = Given(tuple(entry.budget for entry in roster))
     fleet = replace(experiment.fleet, clients=len(roster), budgets=budgets)
@@ -296,12 +296,13 @@ def prepared(
     is_small = ground.family.member(ground.family.whole).macs < MAX_SINGLE_THREAD_MACS
     usual = 1 if is_small else torch.get_num_threads()
     torch.set_num_threads(experiment.engine.threads or usual)
-    engine = Deployed(
+    engine = DeviceEngine(
         ground.data,
         ground.data.inputs.device,
         experiment.engine.precision,
         courier=courier,
         run_id=request.run_id,
+        terms=Terms.of,
         deadline=request.deadline,
         sizes={entry.client: entry.size for entry in courier.roster},
         least=request.least,
@@ -319,8 +320,6 @@ def prepared(
         link=experiment.link,
         task=experiment.task,
     )
-    assert isinstance(run.engine, Deployed)
-    run.engine.terms = Terms.of(run.federation)
     run.settled_for = experiment.rounds
     return run
 

@@ -59,7 +59,7 @@ def _internals() -> Any:
     return SimpleNamespace(**found)
 
 
-class Worker:
+class DeviceWorker:
     """Takes tasks of a SuperNode on this machine, and answers them with a device.
 
     Args:
@@ -187,7 +187,7 @@ def main(argv: Sequence[str]) -> None:
     address, settings, secret = argv
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     host = DeviceHost(DeviceSettings.load(Path(settings)))
-    Worker(address, host, Path(secret).read_bytes()).serve()
+    DeviceWorker(address, host, Path(secret).read_bytes()).serve()
 
 
 if __name__ == "__main__":

@@ -35,7 +35,15 @@ from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.optimizers import OptimizerState, State
 from fedquilt.round.training.passes import ClientPass
 from fedquilt.round.training.state import Received
-from fedquilt.round.training.step import Batch, Step, clipped, gradient, move, run_pass, teach
+from fedquilt.round.training.step import (
+    Batch,
+    StepSettings,
+    clipped,
+    gradient,
+    move,
+    run_pass,
+    teach,
+)
 from fedquilt.terms import Job, Server, Weights
 
 
@@ -161,7 +169,7 @@ class Sequential(Simulation):
                     masks = learner.masks(member, phase, self.device)
                     count = start.steps + learner.moves(step) + number
                     state, slots = move(
-                        learner, phase, state, slots, grads, masks, Step(count, rate)
+                        learner, phase, state, slots, grads, masks, StepSettings(count, rate)
                     )
                     state = {**state, **buffers}
                 losses.append(loss)

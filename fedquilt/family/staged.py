@@ -18,7 +18,7 @@ from fedquilt.family.variants import Variants
 from fedquilt.terms import WHOLE
 
 if TYPE_CHECKING:
-    from fedquilt.family.tracing.run import Run
+    from fedquilt.family.tracing.run import RecordedRun
 
 HEADS = "stage_heads"  # Name of the child that holds the temporary heads
 PLAN = "_stage_plan"  # Name of the attribute that holds the plan
@@ -55,7 +55,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StagePlan:
     """A plan of how a module grows.
 
     Args:
@@ -108,7 +108,7 @@ class Grown(Variants):
     A mixin comes before the user's class among the bases.
     """
 
-    _stage_plan: Plan
+    _stage_plan: StagePlan
     _chosen_variant: str
 
     @property
@@ -161,7 +161,7 @@ class Grown(Variants):
         layers = [module.get_submodule(path) for path in stage.chain]
         return nn.Sequential(*layers, self._head).train(module.training)
 
-    def variant_parts(self, runs: Mapping[str, Run]) -> dict[str, tuple[str, ...]]:
+    def variant_parts(self, runs: Mapping[str, RecordedRun]) -> dict[str, tuple[str, ...]]:
         """Return the weights of E_1..E_S as "stage1".., and those of G_1..G_S as "head1"...
 
         A weight that several stages use belongs to the first of them. The model's own weights that
@@ -186,7 +186,7 @@ class Grown(Variants):
         parts[f"head{count}"] = tuple(unassigned)
         return parts
 
-    def _used(self, stage: int, runs: Mapping[str, Run]) -> set[str]:
+    def _used(self, stage: int, runs: Mapping[str, RecordedRun]) -> set[str]:
         """Return the names of the weights and buffers that E_1..E_s read.
 
         Args:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fedquilt.errors import ConfigError, TraceError
 from fedquilt.family.heads import fit_head
-from fedquilt.family.staged import Plan, Stage
+from fedquilt.family.staged import Stage, StagePlan
 from fedquilt.family.tracing.cutpoints import (
     CutPoint,
     Reads,
@@ -23,7 +23,7 @@ from fedquilt.family.tracing.cutpoints import (
     find_cuts,
     propose,
 )
-from fedquilt.family.tracing.run import Run, Value, Visit, layer_name
+from fedquilt.family.tracing.run import RecordedRun, Value, Visit, layer_name
 from fedquilt.family.tracing.traced import Traced
 from fedquilt.family.tracing.tracer import trace_runs
 from fedquilt.family.tracing.variant_runs import record_evaluation, record_variant
@@ -126,7 +126,7 @@ class StageSource(VariantSource):
         return partial(_make, self.module, make_plan(model, example_inputs, self.stages, class_dim))
 
 
-def _make(factory: Callable[[], nn.Module], plan: Plan) -> nn.Module:
+def _make(factory: Callable[[], nn.Module], plan: StagePlan) -> nn.Module:
     """Make a module by a user's function, and return it in the stages of a plan.
 
     Heads are drawn after the module's own weights, which therefore do not change.
@@ -139,7 +139,7 @@ def make_plan(
     inputs: tuple[Any, ...],
     stages: int | str | tuple[str, ...] | None,
     class_dim: int | None = None,
-) -> Plan:
+) -> StagePlan:
     """Return the plan of how a module grows.
 
     Args:
@@ -158,7 +158,7 @@ def make_plan(
     if isinstance(request, int) and declared:
         return _own_plan(module, inputs, request)
     if request == 1:  # The whole module is the only stage.
-        return Plan(())
+        return StagePlan(())
     traced = trace_runs(module, inputs, "inside", class_dim)
     run = traced.runs[0]
     ends = _proposed(module, run, request) if isinstance(request, int) else request
@@ -272,7 +272,9 @@ def stage_sizes(
 # --- names that were asked for ------------------------------------------------------------------
 
 
-def _checked(module: nn.Module, run: Run, ends: Sequence[str], declared: bool) -> list[Visit]:
+def _checked(
+    module: nn.Module, run: RecordedRun, ends: Sequence[str], declared: bool
+) -> list[Visit]:
     """Return the executions of the modules that end the stages, or refuse their names.
 
     Args:
@@ -321,7 +323,7 @@ def _checked(module: nn.Module, run: Run, ends: Sequence[str], declared: bool) -
     return end_visits
 
 
-def _check_cut(kind: str, run: Run, reads: Reads, visit: Visit, declared: bool) -> None:
+def _check_cut(kind: str, run: RecordedRun, reads: Reads, visit: Visit, declared: bool) -> None:
     """Refuse a module whose output cannot end a stage, by a TraceError.
 
     It must return one tensor that depends on the inputs. Later operations must read no earlier
@@ -349,7 +351,7 @@ def _check_cut(kind: str, run: Run, reads: Reads, visit: Visit, declared: bool) 
         )
 
 
-def _what_works(run: Run) -> str:
+def _what_works(run: RecordedRun) -> str:
     """Return a sentence that lists the modules of a run that can end stages, for a message."""
     cuts = find_cuts(run)
     names = [cut.name for cut in candidates(cuts) or cuts]
@@ -361,7 +363,7 @@ def _what_works(run: Run) -> str:
 # --- stages that are proposed -------------------------------------------------------------------
 
 
-def _proposed(module: nn.Module, run: Run, count: int) -> tuple[str, ...]:
+def _proposed(module: nn.Module, run: RecordedRun, count: int) -> tuple[str, ...]:
     """Propose `count` stages, the last included, and return the names of the modules that end them.
 
     Raises:
@@ -408,7 +410,7 @@ def _names(cuts: Sequence[CutPoint]) -> tuple[str, ...]:
 # --- plans --------------------------------------------------------------------------------------
 
 
-def _own_plan(module: nn.Module, inputs: tuple[Any, ...], count: int) -> Plan:
+def _own_plan(module: nn.Module, inputs: tuple[Any, ...], count: int) -> StagePlan:
     """Plan the stages that a module runs itself by `forward_stage`, by running each of them.
 
     `count` is the number of stages that it declares, the last one included.
@@ -425,7 +427,7 @@ def _own_plan(module: nn.Module, inputs: tuple[Any, ...], count: int) -> Plan:
             "forward_stage(stage, *inputs)."
         )
     empty = [Stage("", None, frozenset()) for _ in range(count - 1)]
-    grown = Plan(tuple(empty)).apply(module)
+    grown = StagePlan(tuple(empty)).apply(module)
     assert isinstance(grown, Variants)
     full_shape = record_evaluation(grown, inputs, WHOLE).output.shape
     stages = []
@@ -439,10 +441,10 @@ def _own_plan(module: nn.Module, inputs: tuple[Any, ...], count: int) -> Plan:
                 f"{full_shape}, would work."
             )
         stages.append(Stage("", None, _uses(runs, "")))
-    return Plan(tuple(stages))
+    return StagePlan(tuple(stages))
 
 
-def _cut_plan(module: nn.Module, traced: Traced, visits: Sequence[Visit]) -> Plan:
+def _cut_plan(module: nn.Module, traced: Traced, visits: Sequence[Visit]) -> StagePlan:
     """Plan stages that end inside of the forward, each with a temporary head.
 
     Args:
@@ -466,10 +468,10 @@ def _cut_plan(module: nn.Module, traced: Traced, visits: Sequence[Visit]) -> Pla
         )
         chain, between = _chain(traced.runs, visit.path)
         stages.append(Stage(visit.path, head, _uses(traced.runs, visit.path), chain, between))
-    return Plan(tuple(stages), visits[-1].path)
+    return StagePlan(tuple(stages), visits[-1].path)
 
 
-def _uses(runs: Sequence[Run], end: str) -> frozenset[str]:
+def _uses(runs: Sequence[RecordedRun], end: str) -> frozenset[str]:
     """Return the names of the weights and buffers that any of the runs reads until a module ends.
 
     `end` is the module's name, and "" is the whole module.
@@ -486,7 +488,7 @@ def _uses(runs: Sequence[Run], end: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def _chain(runs: Sequence[Run], end: str) -> tuple[tuple[str, ...], str]:
+def _chain(runs: Sequence[RecordedRun], end: str) -> tuple[tuple[str, ...], str]:
     """Return the names of the modules that run one after another until the module `end` ends.
 
     `runs` are runs of the user's module in evaluation and in training.
@@ -506,7 +508,7 @@ def _chain(runs: Sequence[Run], end: str) -> tuple[tuple[str, ...], str]:
     return chains[0], ""
 
 
-def _chain_in(run: Run, outer: Visit, end: str) -> tuple[tuple[str, ...], str]:
+def _chain_in(run: RecordedRun, outer: Visit, end: str) -> tuple[tuple[str, ...], str]:
     """Return the names of the modules that run one after another inside `outer`, up to `end`.
 
     If something prevents that, an empty chain and a description of it are returned.

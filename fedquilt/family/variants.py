@@ -17,7 +17,7 @@ from torch import nn
 from fedquilt.terms import WHOLE
 
 if TYPE_CHECKING:
-    from fedquilt.family.tracing.run import Run
+    from fedquilt.family.tracing.run import RecordedRun
 
 JOIN = "+"  # Separator between the names of variants that a member combines
 
@@ -61,7 +61,7 @@ class Variants(ABC):
         """
         return cast(nn.Module, self)
 
-    def variant_parts(self, runs: Mapping[str, Run]) -> dict[str, tuple[str, ...]]:
+    def variant_parts(self, runs: Mapping[str, RecordedRun]) -> dict[str, tuple[str, ...]]:
         """Return groups of weights, each of which a member may train alone.
 
         Keys are the names of the groups, and values the names of their weights. By default there

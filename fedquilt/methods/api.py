@@ -19,8 +19,8 @@ The names are grouped by the order in which a round uses them:
   optimizers, schedules and norm policies.
 - State that a client keeps or sends beside the weights: `MethodState`, `Trained`, `Left`, and
   passes over samples.
-- Merging of uploads (`fold`): `Fold`, `Mean`, `Sum`, `Stateful`, `Update`, `Payload` and server
-  optimizers.
+- Merging of uploads (`fold`): `Fold`, `Mean`, `RunningSum`, `Stateful`, `Update`, `Payload` and
+  server optimizers.
 - Server training on public samples (`learn`): `Teachers`, `teaching`, `ServerTraining`,
   objectives from a teacher, and `Prototypes`, nets of several sizes in one state.
 - Random numbers (`noise`), checks of settings (`within`, `one_of`), and the errors that a method
@@ -54,7 +54,7 @@ from fedquilt.methods.prototypes import Prototypes
 from fedquilt.round.engine import Gradients
 from fedquilt.round.federation import Federation, World
 from fedquilt.round.fold import Fold, Merged, Weighting, client_weight
-from fedquilt.round.merge import ExtrasMean, Mean, Stateful, Sum, as_weights
+from fedquilt.round.merge import ExtrasMean, Mean, RunningSum, Stateful, as_weights
 from fedquilt.round.method import Method, Presets, narrower, whatever_the_budget
 from fedquilt.round.server_optimizers import (
     Plain,
@@ -196,6 +196,7 @@ __all__ = [
     "Proximal",
     "Region",
     "Rounding",
+    "RunningSum",
     "Server",
     "ServerAdam",
     "ServerMomentum",
@@ -211,7 +212,6 @@ __all__ = [
     "Submodel",
     "SubmodelError",
     "Submodels",
-    "Sum",
     "Summed",
     "Task",
     "TaskLoss",

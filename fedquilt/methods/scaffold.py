@@ -13,7 +13,7 @@ from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import ConfigError
 from fedquilt.round.federation import World
 from fedquilt.round.fold import Fold, Weighting
-from fedquilt.round.merge import Mean, Stateful, Sum, as_weights
+from fedquilt.round.merge import Mean, RunningSum, Stateful, as_weights
 from fedquilt.round.method import Method
 from fedquilt.round.server_optimizers import Plain, ServerStep
 from fedquilt.round.training.learner import Learner, Phase
@@ -158,5 +158,5 @@ class Scaffold(Method):
         plain = frozenset(world.family.statistics)
         optimizer = self.server_optimizer if self.server_lr == 1 else ServerStep(self.server_lr)
         mean = Mean(cutter, self.weighting, optimizer, plain=plain).begin(server)
-        change = Sum(cutter, scale=1 / world.num_clients).begin(as_weights(server, CONTROL))
+        change = RunningSum(cutter, scale=1 / world.num_clients).begin(as_weights(server, CONTROL))
         return Stateful(mean, {CONTROL: change})

@@ -13,7 +13,7 @@ from fedquilt.models.blocks import ConvUnit, Layer, MakeNorm, Norm, Residual, St
 from fedquilt.models.resnet import Stem
 
 
-class Row(NamedTuple):
+class BlockRow(NamedTuple):
     """One row of the papers' tables, which describes an inverted residual block."""
 
     kernel: int  # Side of the kernel of the depth-wise convolution
@@ -57,7 +57,7 @@ class SqueezeExcite(nn.Module):
         return out
 
 
-def inverted_residual(in_channels: int, row: Row, norm: MakeNorm) -> nn.Module:
+def inverted_residual(in_channels: int, row: BlockRow, norm: MakeNorm) -> nn.Module:
     """Return a block that expands the channels, filters each one and projects them to fewer.
 
     Expansion and projection are 1×1 convolutions. The first is left out if it would not change the
@@ -102,7 +102,7 @@ class MobileNet(Staged):
 
     def __init__(  # noqa: PLR0913  The keyword arguments are the model's settings.
         self,
-        rows: Sequence[Row],
+        rows: Sequence[BlockRow],
         num_classes: int = 10,
         in_channels: int = 3,
         *,
@@ -136,7 +136,7 @@ class MobileNet(Staged):
         super().__init__([nn.Sequential(*stage) for stage in stages], nn.Sequential(*head))
 
 
-def _rows_v2() -> list[Row]:
+def _rows_v2() -> list[BlockRow]:
     """Return a row for each block of MobileNetV2, in order (Table 2 of its paper)."""
     rows, channels = [], 32
     for expansion, out, depth, stride in (
@@ -149,41 +149,43 @@ def _rows_v2() -> list[Row]:
         (6, 320, 1, 1),
     ):
         for i in range(depth):
-            rows.append(Row(3, channels * expansion, out, False, nn.ReLU6, stride if i == 0 else 1))
+            rows.append(
+                BlockRow(3, channels * expansion, out, False, nn.ReLU6, stride if i == 0 else 1)
+            )
             channels = out
     return rows
 
 
 RE, HS = nn.ReLU, nn.Hardswish
 _ROWS_V3_LARGE = [
-    Row(3, 16, 16, False, RE, 1),
-    Row(3, 64, 24, False, RE, 2),
-    Row(3, 72, 24, False, RE, 1),
-    Row(5, 72, 40, True, RE, 2),
-    Row(5, 120, 40, True, RE, 1),
-    Row(5, 120, 40, True, RE, 1),
-    Row(3, 240, 80, False, HS, 2),
-    Row(3, 200, 80, False, HS, 1),
-    Row(3, 184, 80, False, HS, 1),
-    Row(3, 184, 80, False, HS, 1),
-    Row(3, 480, 112, True, HS, 1),
-    Row(3, 672, 112, True, HS, 1),
-    Row(5, 672, 160, True, HS, 2),
-    Row(5, 960, 160, True, HS, 1),
-    Row(5, 960, 160, True, HS, 1),
+    BlockRow(3, 16, 16, False, RE, 1),
+    BlockRow(3, 64, 24, False, RE, 2),
+    BlockRow(3, 72, 24, False, RE, 1),
+    BlockRow(5, 72, 40, True, RE, 2),
+    BlockRow(5, 120, 40, True, RE, 1),
+    BlockRow(5, 120, 40, True, RE, 1),
+    BlockRow(3, 240, 80, False, HS, 2),
+    BlockRow(3, 200, 80, False, HS, 1),
+    BlockRow(3, 184, 80, False, HS, 1),
+    BlockRow(3, 184, 80, False, HS, 1),
+    BlockRow(3, 480, 112, True, HS, 1),
+    BlockRow(3, 672, 112, True, HS, 1),
+    BlockRow(5, 672, 160, True, HS, 2),
+    BlockRow(5, 960, 160, True, HS, 1),
+    BlockRow(5, 960, 160, True, HS, 1),
 ]
 _ROWS_V3_SMALL = [
-    Row(3, 16, 16, True, RE, 2),
-    Row(3, 72, 24, False, RE, 2),
-    Row(3, 88, 24, False, RE, 1),
-    Row(5, 96, 40, True, HS, 2),
-    Row(5, 240, 40, True, HS, 1),
-    Row(5, 240, 40, True, HS, 1),
-    Row(5, 120, 48, True, HS, 1),
-    Row(5, 144, 48, True, HS, 1),
-    Row(5, 288, 96, True, HS, 2),
-    Row(5, 576, 96, True, HS, 1),
-    Row(5, 576, 96, True, HS, 1),
+    BlockRow(3, 16, 16, True, RE, 2),
+    BlockRow(3, 72, 24, False, RE, 2),
+    BlockRow(3, 88, 24, False, RE, 1),
+    BlockRow(5, 96, 40, True, HS, 2),
+    BlockRow(5, 240, 40, True, HS, 1),
+    BlockRow(5, 240, 40, True, HS, 1),
+    BlockRow(5, 120, 48, True, HS, 1),
+    BlockRow(5, 144, 48, True, HS, 1),
+    BlockRow(5, 288, 96, True, HS, 2),
+    BlockRow(5, 576, 96, True, HS, 1),
+    BlockRow(5, 576, 96, True, HS, 1),
 ]
 
 mobilenet_v2 = partial(MobileNet, _rows_v2(), stem_width=32, last=1280, act=nn.ReLU6)

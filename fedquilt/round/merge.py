@@ -42,7 +42,7 @@ from fedquilt.terms import Extras, Payload, Server, Submodel, Update, Weights
 MAX_SHARED_SIZE = 1 << 16  # Entries of a weight. On a CPU, larger weights are merged one by one.
 
 
-class Piece(NamedTuple):
+class MergePiece(NamedTuple):
     """Weights whose sums are one vector, and which are merged at once.
 
     On a GPU all weights of a scope are one piece, because every operation is a kernel launch,
@@ -76,7 +76,7 @@ class Mean(Fold):
     # `optimizer` applies to them.
     plain: frozenset[str] = frozenset()
     # Σ (p/a)·w over the clients that held a position. For norm statistics Σ p·w.
-    _sums: dict[Piece, Flat] = field(default_factory=dict)
+    _sums: dict[MergePiece, Flat] = field(default_factory=dict)
     # Positions, names and three sums (p/a, p, p·a) for each distinct cut. This takes much less
     # memory than a tensor of counts.
     _held: dict[tuple[Submodel, Index, frozenset[str]], list[float]] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class Mean(Fold):
             for weight, effective_steps in zip(weights, paces, strict=True):
                 self._count(submodel, home, state, weight, effective_steps)
 
-    def _pieces(self, scope: str, weights: Weights) -> dict[Piece, dict[str, Tensor]]:
+    def _pieces(self, scope: str, weights: Weights) -> dict[MergePiece, dict[str, Tensor]]:
         """Group the weights of a scope by the piece that each of them belongs to.
 
         Norm statistics are apart from weights that were learnt. A large weight on a CPU is alone.
@@ -138,18 +138,18 @@ class Mean(Fold):
             scope: Scope of the net.
             weights: Weights of a cut, by name without scope. Sizes are those of the whole weights.
         """
-        pieces: dict[Piece, dict[str, Tensor]] = {}
+        pieces: dict[MergePiece, dict[str, Tensor]] = {}
         for name, value in weights.items():
             full_weight = self._old[scope + name]
             is_alone = full_weight.numel() > MAX_SHARED_SIZE and not self.cutter.is_flat(
                 full_weight
             )
-            piece = Piece(scope, name in self.plain, name if is_alone else "")
+            piece = MergePiece(scope, name in self.plain, name if is_alone else "")
             pieces.setdefault(piece, {})[name] = value
         return pieces
 
     def _add(
-        self, piece: Piece, submodel: Submodel, home: Index, parts: Weights, scale: float
+        self, piece: MergePiece, submodel: Submodel, home: Index, parts: Weights, scale: float
     ) -> None:
         if piece not in self._sums and all(
             self.cutter.keeps(name, submodel.index, home) for name in parts
@@ -159,7 +159,7 @@ class Mean(Fold):
             return
         self.cutter.add(self._room(piece, parts), submodel, parts, scale, home)
 
-    def _room(self, piece: Piece, names: Iterable[str]) -> Flat:
+    def _room(self, piece: MergePiece, names: Iterable[str]) -> Flat:
         """Return the sums of a piece, to which updates are added in-place.
 
         Weights of the piece that nobody has sent before are added to it as zeros, in the server's
@@ -281,7 +281,7 @@ class Mean(Fold):
 
 
 @dataclass
-class Sum(Mean):
+class RunningSum(Mean):
     """Old value plus the scaled sum of the values that clients sent, at each position.
 
     Positions that no client held keep their value.

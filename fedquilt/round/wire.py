@@ -28,7 +28,7 @@ from fedquilt.round.link import Link, Outline, Packet, Transmission
 from fedquilt.round.link.coding import NOTHING
 from fedquilt.round.link.packing import WEIGHTS
 from fedquilt.storage.files import Blob
-from fedquilt.storage.tensor_files import Entry, TensorFile, bounded_json
+from fedquilt.storage.tensor_files import TensorEntry, TensorFile, bounded_json
 from fedquilt.terms import Budget, Client, Payload, Submodel, Weights
 
 _SEAL = "sha256"  # Last key of a note
@@ -322,7 +322,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceivedFile:
     """The tensors of one job, as they were read from its file."""
 
     packet: Packet | None  # What the link delivered. None: nothing
@@ -330,7 +330,7 @@ class Received:
     initial: dict[str, Tensor]  # Weights before the first round
 
 
-def read_packet(data: bytes, expected: Expected, title: str) -> Received:
+def read_packet(data: bytes, expected: Expected, title: str) -> ReceivedFile:
     """Read the tensors of one job.
 
     The header is compared with the job before any tensor is allocated.
@@ -354,7 +354,7 @@ def read_packet(data: bytes, expected: Expected, title: str) -> Received:
     packet = None
     if expected.reach is not None:
         packet = _packet(expected, expected.reach, groups)
-    return Received(packet, groups["first"], groups["initial"])
+    return ReceivedFile(packet, groups["first"], groups["initial"])
 
 
 _GROUPS = ("first", "initial", "weights", "slots", "extras", "messages")
@@ -382,17 +382,17 @@ def _packet(
     return Packet(plain, groups["messages"])
 
 
-def _expected_entries(expected: Expected) -> dict[str, Entry | None]:
+def _expected_entries(expected: Expected) -> dict[str, TensorEntry | None]:
     """Return type and shape of every tensor that a file must have, by its path.
 
     None stands for a coded message: a vector of bytes of any length.
     """
     outline, world, reach = expected.outline, expected.transmission.world, expected.reach
 
-    def entry(name: str, shape: Sequence[int]) -> Entry:
-        return Entry(expected.dtypes.get(name, outline.dtype), tuple(shape), 0, 0)
+    def entry(name: str, shape: Sequence[int]) -> TensorEntry:
+        return TensorEntry(expected.dtypes.get(name, outline.dtype), tuple(shape), 0, 0)
 
-    def entries(kind: str, at: Submodel, names: tuple[str, ...]) -> dict[str, Entry | None]:
+    def entries(kind: str, at: Submodel, names: tuple[str, ...]) -> dict[str, TensorEntry | None]:
         shapes = replace(outline, submodel=at).shapes(names, world)
         return {f"{kind}/{name}": entry(name, shape) for name, shape in shapes.items()}
 
@@ -418,8 +418,8 @@ def _expected_entries(expected: Expected) -> dict[str, Entry | None]:
 
 
 def _difference(
-    found: Mapping[str, Entry],
-    wanted: Mapping[str, Entry | None],
+    found: Mapping[str, TensorEntry],
+    wanted: Mapping[str, TensorEntry | None],
     extras: Mapping[str, Sequence[int]],
 ) -> str:
     """Describe the first difference between a header (`found`) and what a job says (`wanted`).

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceFigures:
     """One client: the cost of a round for it, and its results."""
 
     client: int  # Number of the client
@@ -60,7 +60,7 @@ class Device:
 class PerClient:
     """Costs and results of all clients of a fleet, or of those asked for."""
 
-    devices: tuple[Device, ...]  # Costs and results of each client
+    devices: tuple[DeviceFigures, ...]  # Costs and results of each client
     trained: dict[str, float]  # Share of all parameters that arrived from clients of each domain
     main: str = "accuracy"  # Name of the task's main figure
     percent: bool = True  # True if the main figure is a rate
@@ -77,7 +77,7 @@ class PerClient:
         NaN if no client has it.
 
         Args:
-            field_name: Name of a field of `Device` with costs or results.
+            field_name: Name of a field of `DeviceFigures` with costs or results.
         """
         known({name: name for name in (*_SPREAD, "late")}, field_name, "number of a client")
         all_values = [getattr(device, field_name) for device in self.devices]
@@ -93,9 +93,9 @@ class PerClient:
         lists all domains.
 
         Args:
-            group: Field of `Device` whose values are the keys of the result.
+            group: Field of `DeviceFigures` whose values are the keys of the result.
         """
-        groups: dict[str, list[Device]] = {}
+        groups: dict[str, list[DeviceFigures]] = {}
         known({"share": "", "domain": ""}, group, "group of clients")
         for device in self.devices:
             groups.setdefault(getattr(device, group), []).append(device)
@@ -163,7 +163,7 @@ def per_client(run: Run, clients: Iterable[int] | None = None, evaluate: bool = 
     return PerClient(results, ever_trained(run), main.name, main.is_rate)
 
 
-def _device(run: Run, client: Client, figures: _Figures) -> Device:
+def _device(run: Run, client: Client, figures: _Figures) -> DeviceFigures:
     """Return the costs of a client's current round beside its results. Nothing is trained.
 
     Args:
@@ -188,7 +188,7 @@ def _device(run: Run, client: Client, figures: _Figures) -> Device:
     params *= method.copies
     share, label = share_label(method, client.budget, world), method.label(client.budget, world)
     accuracies = figures if world.task.main.name == "accuracy" else (None, None)
-    return Device(
+    return DeviceFigures(
         client.id, share, domain_of(run, client.id), macs, params, *accuracies, label, *figures
     )
 

@@ -27,7 +27,7 @@ from fedquilt.methods import Method
 from fedquilt.round.federation import World
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.state import Received
-from fedquilt.round.training.step import Batch, Step, gradient, move
+from fedquilt.round.training.step import Batch, StepSettings, gradient, move
 from fedquilt.terms import Arch, Budget, Client, Job
 
 
@@ -225,7 +225,13 @@ def _training_step(
         for phase in learner.phases_at(0):
             grads, _ = gradient(learner, member, phase.objective, state, Received(state), batch)
             state, slots = move(
-                learner, phase, state, slots, grads, learner.masks(member, phase, device), Step(0)
+                learner,
+                phase,
+                state,
+                slots,
+                grads,
+                learner.masks(member, phase, device),
+                StepSettings(0),
             )
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedquilt.config.tables import TABLES, Table
+from fedquilt.config.tables import TABLES, SettingsTable
 from fedquilt.data import PARTITIONS, Partition
 from fedquilt.family.norms import NORM_POLICIES, NormPolicy
 from fedquilt.fleets.budgets import Budgets
@@ -14,13 +14,13 @@ from fedquilt.runs.tracking import TRACKERS, Tracking
 from fedquilt.tasks import TASKS, Task
 
 TABLES |= {
-    Method: Table("method", METHODS),
-    Budgets: Table("fleet", FLEETS),
-    Partition: Table("partition", PARTITIONS),
-    Loss: Table("loss", LOSSES),
-    BaseCodec: Table("codec", CODECS, USUAL_CODEC),
-    Wrapping: Table("objective", OBJECTIVES),
-    Task: Table("task", TASKS),
-    Tracking: Table("tracker", TRACKERS),
-    NormPolicy: Table("norm policy", NORM_POLICIES, short=True),
+    Method: SettingsTable("method", METHODS),
+    Budgets: SettingsTable("fleet", FLEETS),
+    Partition: SettingsTable("partition", PARTITIONS),
+    Loss: SettingsTable("loss", LOSSES),
+    BaseCodec: SettingsTable("codec", CODECS, USUAL_CODEC),
+    Wrapping: SettingsTable("objective", OBJECTIVES),
+    Task: SettingsTable("task", TASKS),
+    Tracking: SettingsTable("tracker", TRACKERS),
+    NormPolicy: SettingsTable("norm policy", NORM_POLICIES, short=True),
 }

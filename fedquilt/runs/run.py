@@ -14,7 +14,7 @@ from torch import nn
 from fedquilt.data.parts import Array
 from fedquilt.deploy.customizable import CustomizableModel, customizable
 from fedquilt.deploy.deploy import deployed
-from fedquilt.deploy.trained import Trained
+from fedquilt.deploy.trained import TrainedRun
 from fedquilt.errors import ConfigError
 from fedquilt.errors.faults import enough_memory
 from fedquilt.family import Family
@@ -51,12 +51,12 @@ class RunOrigin:
 
 
 @dataclass
-class Run(Trained):
+class Run(TrainedRun):
     """A federation and its state after the last completed round.
 
     `fedquilt.run`, `fedquilt.prepare` and `fedquilt.load_run` return it. It can be trained further,
     evaluated (`accuracy`, `metrics`, `records`), deployed, exported and saved. Attributes that
-    deployment needs are those of `Trained`.
+    deployment needs are those of `TrainedRun`.
 
     Attributes:
         records: Records of all completed rounds, in order.

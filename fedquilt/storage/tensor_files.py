@@ -110,7 +110,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # --- headers ------------------------------------------------------------------------------------
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """Tensor as a checked header describes it."""
 
     dtype: torch.dtype
@@ -124,7 +124,7 @@ class Header:
     """Checked header of a safetensors file."""
 
     described: Mapping[str, Any]  # Entries as JSON values
-    entries: Mapping[str, Entry]  # Checked entries, in the file's order
+    entries: Mapping[str, TensorEntry]  # Checked entries, in the file's order
     metadata: Mapping[str, str]  # Free-form metadata of the file
     data: int  # Byte of the file at which data begins
 
@@ -189,7 +189,7 @@ def read_header(stream: BinaryIO, total: int) -> Header:
     return Header(described, entries, metadata, begin)
 
 
-def _entry(name: str, entry: Any, begin: int) -> Entry:
+def _entry(name: str, entry: Any, begin: int) -> TensorEntry:
     """Check one entry of a header, and return it with its offset in the file.
 
     Args:
@@ -222,7 +222,7 @@ def _entry(name: str, entry: Any, begin: int) -> Entry:
         raise FormatError(
             f"{name} is {dtype} of shape {shape}, and its data_offsets {offsets} have another size"
         )
-    return Entry(DTYPES[dtype], tuple(shape), begin + offsets[0], needed)
+    return TensorEntry(DTYPES[dtype], tuple(shape), begin + offsets[0], needed)
 
 
 def _is_sizes(value: object) -> bool:
@@ -302,7 +302,7 @@ class TensorFile:
             yield TensorFile(stream, status.st_size, str(path))
 
     @property
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, TensorEntry]:
         """Return the tensors as the header describes them, by name."""
         return self.header.entries
 

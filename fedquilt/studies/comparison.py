@@ -20,7 +20,7 @@ from fedquilt.studies.number_text import (
 )
 from fedquilt.studies.result import Result
 from fedquilt.studies.statistics import (
-    Cost,
+    CostToTarget,
     Spread,
     Verdict,
     best_entry,
@@ -117,7 +117,7 @@ class Comparison:
         return verdicts
 
     @cached_property
-    def target_costs(self) -> dict[str, dict[str, Cost]]:
+    def target_costs(self) -> dict[str, dict[str, CostToTarget]]:
         """Return the cost to the target by row and then by share; empty without a target."""
         if self.target is None:
             return {}
@@ -126,7 +126,7 @@ class Comparison:
         }
 
     @cached_property
-    def baseline_costs(self) -> dict[str, dict[float, Cost]]:
+    def baseline_costs(self) -> dict[str, dict[float, CostToTarget]]:
         """Return the cost to percentages of the baseline's best figure, by row and then percentage.
 
         Empty: there is no baseline, or it was never evaluated.

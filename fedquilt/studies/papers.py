@@ -28,7 +28,7 @@ from fedquilt.runs.overlay import overlay
 from fedquilt.storage.files import why
 from fedquilt.studies.entries import at_point
 from fedquilt.studies.measures import TRAINING, measure_problems
-from fedquilt.studies.values import Value
+from fedquilt.studies.values import TableValue
 
 SMOKE = "smoke"  # Scale that needs no data
 SMOKE_NOTE = (
@@ -52,9 +52,9 @@ class Column:
     value: str  # Text that `fedquilt.studies.values` reads, such as "accuracy 1.0 %"
 
     @cached_property
-    def parsed(self) -> Value:
-        """Return `value` as a `Value`, which has a path of keys and a unit."""
-        return Value.parse(self.value)
+    def parsed(self) -> TableValue:
+        """Return `value` as a `TableValue`, which has a path of keys and a unit."""
+        return TableValue.parse(self.value)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Scale:
+class PresetScale:
     """Size of an experiment: settings that are laid over those of every row, and the seeds.
 
     Attributes:
@@ -119,7 +119,7 @@ class Preset:
     title: str
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
-    scales: Mapping[str, Scale]
+    scales: Mapping[str, PresetScale]
     seeds: tuple[int, ...] = (0,)
     data: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ class Preset:
     tuning: Mapping[str, Any] = field(default_factory=dict)
     name: str = field(default="", metadata={"setting": False})
 
-    def scale(self, name: str) -> Scale:
+    def scale(self, name: str) -> PresetScale:
         """Return the scale of this name. A name that the preset lacks is a `ConfigError`."""
         if name in self.scales:
             return self.scales[name]
@@ -174,7 +174,7 @@ class Preset:
             return rows
         return [(name, self._located(settings, Path(folder))) for name, settings in rows]
 
-    def _settings_of(self, row: Row, scale: Scale) -> Settings:
+    def _settings_of(self, row: Row, scale: PresetScale) -> Settings:
         """Return new settings of a row at a scale, merged in the order at the top of this file."""
         layers = [self.settings, *(self.parts[part] for part in row.parts), row.settings]
         layers += [
@@ -304,7 +304,7 @@ def parsed_preset(name: str) -> Preset:
     preset = resolved(Preset, parse_toml(text, name), {}, name)
     nothing = ("",) * len(preset.columns)
     rows = tuple(replace(row, paper=row.paper or nothing) for row in preset.rows)
-    scales = {**preset.scales, FULL: preset.scales.get(FULL, Scale())}
+    scales = {**preset.scales, FULL: preset.scales.get(FULL, PresetScale())}
     if SMOKE in scales:
         scales[SMOKE] = replace(scales[SMOKE], note=scales[SMOKE].note or SMOKE_NOTE)
     return replace(preset, name=name, rows=rows, scales=scales)
@@ -392,7 +392,7 @@ def _problems_of_shape(preset: Preset) -> Iterator[str]:
         yield f"scales: there is no {SMOKE!r}, which tests run without data."
     for index, column in enumerate(preset.columns):
         try:
-            Value.parse(column.value)
+            TableValue.parse(column.value)
         except ConfigError as error:
             yield f"columns[{index}].value: {error}"
     lists: tuple[tuple[str, Sequence[object]], ...] = (

@@ -12,7 +12,7 @@ from fedquilt.runs.summaries import (
 from fedquilt.studies.comparison import Comparison
 from fedquilt.studies.result import Result
 from fedquilt.studies.statistics import (
-    Cost,
+    CostToTarget,
     Spread,
     missing_seeds,
     values_by_seed,
@@ -117,7 +117,7 @@ def _plain_spread(by_seed: Mapping[int, float | None]) -> dict[str, Any] | None:
     return {**asdict(Spread.of(values.values())), "by_seed": by_name}
 
 
-def _plain_cost(cost: Cost) -> dict[str, Any]:
+def _plain_cost(cost: CostToTarget) -> dict[str, Any]:
     return {
         "rounds": cost.rounds,
         "bytes": cost.bytes,

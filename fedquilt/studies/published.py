@@ -9,7 +9,7 @@ from fedquilt.studies.papers import FULL, Preset, paper_number
 from fedquilt.studies.result import Result
 from fedquilt.studies.statistics import Spread, by_entry, run_notes
 from fedquilt.studies.table import Table
-from fedquilt.studies.values import Value
+from fedquilt.studies.values import TableValue
 
 HEAD = ("row", "column", "paper", "measured", "difference")
 
@@ -39,7 +39,7 @@ def comparison_table(preset: Preset, results: Iterable[Result], scale: str = FUL
     return Table(title, HEAD, lines, [*_notes(preset, runs, scale)])
 
 
-def spread_of(results: Sequence[Result], value: Value) -> Spread | None:
+def spread_of(results: Sequence[Result], value: TableValue) -> Spread | None:
     """Return mean and sample deviation of a value over runs. None: no run has it.
 
     A value that is itself a mean over clients has their deviation. Over several seeds, these means
@@ -61,13 +61,13 @@ def spread_of(results: Sequence[Result], value: Value) -> Spread | None:
     return Spread(mean, deviation or None, len(tables))
 
 
-def spread_text(spread: Spread, value: Value) -> str:
+def spread_text(spread: Spread, value: TableValue) -> str:
     """Return mean ± deviation in the unit of a value, or the mean alone without a deviation."""
     shown = value.shown(spread.mean)
     return shown if spread.deviation is None else f"{shown} ± {value.shown(spread.deviation)}"
 
 
-def _difference(paper: str, spread: Spread | None, value: Value) -> str:
+def _difference(paper: str, spread: Spread | None, value: TableValue) -> str:
     """Return measured minus paper as text, in the unit of a value.
 
     A dash is returned if one of the two is missing. Zero has no minus sign.

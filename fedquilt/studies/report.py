@@ -21,7 +21,7 @@ from fedquilt.studies.number_text import (
 )
 from fedquilt.studies.result import Result
 from fedquilt.studies.statistics import (
-    Cost,
+    CostToTarget,
     missing_seeds,
     run_notes,
     seeds_text,
@@ -104,7 +104,7 @@ def _widest_costs(comparison: Comparison, name: str) -> list[str]:
     if comparison.target is None:
         return []
     widest = max(comparison.shares, key=float)
-    cost = comparison.target_costs[name].get(widest, Cost({}))
+    cost = comparison.target_costs[name].get(widest, CostToTarget({}))
     columns = [_target_columns(comparison)[title] for title in ("rounds", "bytes")]
     return [cost.shown(mean(cost), show) for mean, show in columns]
 
@@ -145,12 +145,12 @@ def _title(comparison: Comparison) -> str:
 
 def _target_columns(
     comparison: Comparison,
-) -> dict[str, tuple[Callable[[Cost], float | None], Show]]:
+) -> dict[str, tuple[Callable[[CostToTarget], float | None], Show]]:
     """Return the columns of costs to a target by title: a function for the number, and its format.
 
     Where the link has a clock, there is also the time that the rounds would take over it.
     """
-    columns: dict[str, tuple[Callable[[Cost], float | None], Show]] = {
+    columns: dict[str, tuple[Callable[[CostToTarget], float | None], Show]] = {
         "rounds": (lambda cost: cost.rounds, count_text),
         "bytes": (lambda cost: cost.bytes, size),
     }
@@ -169,7 +169,7 @@ def _target_tables(comparison: Comparison) -> list[Table]:
     rows: list[list[str]] = []
     for name in comparison.rows:
         for share, label in comparison.labels.items():
-            cost = comparison.target_costs[name].get(share, Cost({}))
+            cost = comparison.target_costs[name].get(share, CostToTarget({}))
             cells = [
                 cost.shown(mean(cost), show) for mean, show in _target_columns(comparison).values()
             ]
@@ -275,7 +275,7 @@ def _cost_tables(comparison: Comparison) -> list[Table]:
             f"{comparison.baseline} has no run of {seeds_text(missing)}; its mean best is used "
             "there."
         )
-    costs: dict[str, tuple[Callable[[Cost], float | None], Show]] = {
+    costs: dict[str, tuple[Callable[[CostToTarget], float | None], Show]] = {
         "rounds": (lambda cost: cost.rounds, count_text),
         "bytes": (lambda cost: cost.bytes, size),
         "client MACs": (lambda cost: cost.macs, amount),

@@ -291,7 +291,7 @@ def seeds_text(seeds: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Cost:
+class CostToTarget:
     """Cost of a row's runs until they reached a target, by seed. None: the run never reached it."""
 
     by_seed: Mapping[int, Milestone | None]  # Cost of each run. None: it never reached the target.
@@ -341,7 +341,9 @@ class Cost:
         return f"{show(mean)} ({len(self.reached)} of {len(self.by_seed)})"
 
 
-def cost_to_target(runs: Sequence[Result], target: float, metric: str = "") -> dict[str, Cost]:
+def cost_to_target(
+    runs: Sequence[Result], target: float, metric: str = ""
+) -> dict[str, CostToTarget]:
     """Return the cost of a row's runs until each share reached a target, by share.
 
     The result is empty if no run recorded the metric. A seed that did not reach the target has
@@ -355,7 +357,7 @@ def cost_to_target(runs: Sequence[Result], target: float, metric: str = "") -> d
     reached = {result.seed: _milestones(result, target, metric) for result in runs}
     shares = dict.fromkeys(share for by_share in reached.values() for share in by_share)
     return {
-        share: Cost({seed: by_share.get(share) for seed, by_share in reached.items()})
+        share: CostToTarget({seed: by_share.get(share) for seed, by_share in reached.items()})
         for share in shares
     }
 
@@ -387,7 +389,7 @@ def part_of_best(best: float, percentage: float, higher_is_better: bool = True) 
 
 def cost_to_percentages(
     results: Iterable[Result], baseline: str, percentages: Sequence[float] = PERCENTAGES
-) -> dict[str, dict[float, Cost]]:
+) -> dict[str, dict[float, CostToTarget]]:
     """Return the cost of each row until it reached percentages of a baseline's best main figure.
 
     The baseline's best figure is that of its widest model in its best evaluated round. A run is
@@ -419,7 +421,7 @@ def cost_to_percentages(
 
     return {
         name: {
-            percentage: Cost(
+            percentage: CostToTarget(
                 {
                     result.seed: _part_reached(
                         result, bests.get(result.seed, mean_best), percentage

@@ -48,7 +48,7 @@ _COSTS = {"rounds_to": "round", "bytes_to": "bytes", "seconds_to": "seconds"}
 
 
 @dataclass(frozen=True)
-class Value:
+class TableValue:
     """A number of a run, and the unit it is shown in.
 
     Attributes:
@@ -60,7 +60,7 @@ class Value:
     unit: str
 
     @staticmethod
-    def parse(text: str) -> Value:
+    def parse(text: str) -> TableValue:
         """Return the value that a text such as `accuracy 1.0 %` describes: keys and then a unit.
 
         Raises:
@@ -83,7 +83,7 @@ class Value:
                 f"the value {text!r} was asked for; write 'at ROUND KEYS UNIT', as in 'at 500 "
                 "accuracy 1.0 %'."
             )
-        return Value(tuple(path), unit)
+        return TableValue(tuple(path), unit)
 
     @property
     def factor(self) -> float:

@@ -11,7 +11,7 @@ from fedquilt.family.cost import TrainingStep
 from fedquilt.supernet.limits import DeviceCounts
 from fedquilt.supernet.meter import Meter
 from fedquilt.supernet.nets import Account, SearchedNets, searched_nets
-from fedquilt.supernet.search import MAX_ENUMERATED, Options, Strategy
+from fedquilt.supernet.search import MAX_ENUMERATED, SearchOptions, Strategy
 from fedquilt.supernet.store import load_supernet, space_by_name
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class SearchedModel:
             supernet=supernet,
             private_weights=private_weights,
             meter=Meter(space, step),
-            options=Options(self.strategy or _usual_strategy(space), seed=seed % 2**32),
+            options=SearchOptions(self.strategy or _usual_strategy(space), seed=seed % 2**32),
         )
 
     def _space(self, data: Pool) -> Space:

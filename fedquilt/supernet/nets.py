@@ -15,7 +15,7 @@ from fedquilt.family.union import union
 from fedquilt.supernet.elastic import Supernet
 from fedquilt.supernet.limits import DeviceCounts, Limits, limits_of
 from fedquilt.supernet.meter import Costs, Meter
-from fedquilt.supernet.search import Found, Measure, Options, Score, Search
+from fedquilt.supernet.search import Found, Measure, Score, Search, SearchOptions
 from fedquilt.supernet.service import SearchService, Utilization, Watch
 from fedquilt.supernet.space import Config, Space
 
@@ -58,7 +58,7 @@ def searched_nets(  # noqa: PLR0913  # The keywords are the user's interface.
     score: Score | None = None,
     measure: Measure | None = None,
     meter: Meter | None = None,
-    options: Options = Options(),
+    options: SearchOptions = SearchOptions(),
     watch: Watch | None = None,
 ) -> SearchedNets:
     """Search the nets of a federation for `fedquilt.union`.

@@ -15,7 +15,7 @@ NETS_PER_STEP = {"largest": 1, "kernels": 1, "depths": 2, "expansions": 4, "widt
 
 
 @dataclass(frozen=True)
-class Phase:
+class ShrinkingPhase:
     """One phase of progressive shrinking, which opens options of one kind of choice.
 
     Choices of later kinds have their largest option. Kernel transforms are frozen before the kernel
@@ -70,18 +70,18 @@ class Phase:
         return space.unflat(values)
 
 
-def phases(space: Space) -> list[Phase]:
+def phases(space: Space) -> list[ShrinkingPhase]:
     """List the phases of a space in order: the largest net, then one kind of choice after another.
 
     Kernels open at once. The other kinds open their two largest options first, then all. A kind
     without a choice has no phase.
     """
-    phase_list = [Phase("largest", 1)]
+    phase_list = [ShrinkingPhase("largest", 1)]
     for kind in PHASE_KINDS:
         num_options = max(
             (len(choice.options) for choice in space.choices if choice.kind == kind),
             default=1,
         )
         steps = {num_options} if kind == "kernels" else {min(2, num_options), num_options}
-        phase_list += [Phase(kind, count) for count in sorted(steps) if count > 1]
+        phase_list += [ShrinkingPhase(kind, count) for count in sorted(steps) if count > 1]
     return phase_list

@@ -35,7 +35,7 @@ FILLED_STARTS = 32
 
 
 @dataclass(frozen=True)
-class Options:
+class SearchOptions:
     """Options of a search.
 
     Args:
@@ -114,7 +114,7 @@ class Search:
         self,
         meter: Meter,
         score: Score | None = None,
-        options: Options = Options(),
+        options: SearchOptions = SearchOptions(),
         measure: Measure | None = None,
     ) -> None:
         """Prepare a search.
@@ -141,7 +141,7 @@ class Search:
         self._lock = threading.Lock()
         self.capacity = lru_cache(MAX_CACHED_LIMITS)(self._capacity)
 
-    def with_options(self, options: Options) -> Search:
+    def with_options(self, options: SearchOptions) -> Search:
         """Return a new search with other options, and the same meter, score and measure.
 
         Costs that were counted are shared with it.

@@ -27,7 +27,7 @@ from fedquilt.hardware.device import device_of
 from fedquilt.hardware.precision import Precision, computing
 from fedquilt.supernet.elastic import Supernet, recalibrate
 from fedquilt.supernet.images import NUM_ROTATIONS, SupernetData
-from fedquilt.supernet.phases import Phase, phases
+from fedquilt.supernet.phases import ShrinkingPhase, phases
 from fedquilt.supernet.space import Config, Space
 from fedquilt.supernet.store import read_tensors, save_supernet, space_of, write_tensors
 
@@ -170,7 +170,7 @@ class _Trainer:
         self.teacher: nn.Module | None = None  # The largest net as it was before shrinking.
         self.optimizer = self._optimizer(self.phases[0])
 
-    def _num_epochs(self, phase: Phase) -> int:
+    def _num_epochs(self, phase: ShrinkingPhase) -> int:
         return self.settings.epochs if phase.kind == "largest" else self.settings.phase_epochs
 
     def epochs(self) -> Iterator[SupernetProgress]:
@@ -194,7 +194,7 @@ class _Trainer:
                 self.epoch = 0
             yield progress
 
-    def _begin(self, phase: Phase) -> None:
+    def _begin(self, phase: ShrinkingPhase) -> None:
         first_of_kind = self.phases[self.phase - 1].kind != phase.kind
         if phase.kind == "expansions" and first_of_kind:
             self.supernet.sort_channels(("expansion",))
@@ -202,7 +202,7 @@ class _Trainer:
             self.supernet.sort_channels(("width",))
         self.optimizer = self._optimizer(phase)
 
-    def _end(self, phase: Phase) -> None:
+    def _end(self, phase: ShrinkingPhase) -> None:
         """Measure the largest net's norm statistics at the end of a phase.
 
         After the phase "largest" a frozen copy of that net is kept as the teacher of later phases.
@@ -228,7 +228,7 @@ class _Trainer:
         """
         return max(2, self.settings.batch_size // self._per_image)
 
-    def _optimizer(self, phase: Phase) -> torch.optim.SGD:
+    def _optimizer(self, phase: ShrinkingPhase) -> torch.optim.SGD:
         """Return a new SGD optimizer over the weights that a phase trains, without momentum yet.
 
         The phase "largest" does not train kernel transforms. Vectors and transforms have no weight
@@ -251,7 +251,7 @@ class _Trainer:
         seed = noise.key(self.settings.seed, stream, self.phase, self.epoch, *numbers)
         return torch.Generator().manual_seed(seed)
 
-    def _train_epoch(self, phase: Phase) -> tuple[float, float]:
+    def _train_epoch(self, phase: ShrinkingPhase) -> tuple[float, float]:
         """Train one epoch of a phase on all images, in a random order.
 
         The learning rate falls from that of the phase to 0 over all epochs of the phase (cosine).
@@ -287,7 +287,7 @@ class _Trainer:
             )
         return loss, accuracy
 
-    def _step(self, phase: Phase, images: Tensor, labels: Tensor, step: int) -> Tensor:
+    def _step(self, phase: ShrinkingPhase, images: Tensor, labels: Tensor, step: int) -> Tensor:
         """Update the shared weights once, by the mean gradient of members that the phase samples.
 
         In shrinking phases members also learn from the teacher, if `distillation` is above 0.
@@ -323,7 +323,7 @@ class _Trainer:
         self.optimizer.step()
         return sums
 
-    def _forward(self, phase: Phase, images: Tensor, config: Config) -> Tensor:
+    def _forward(self, phase: ShrinkingPhase, images: Tensor, config: Config) -> Tensor:
         """Return the logits of a member, (sample, class), in training mode.
 
         The phase "largest" runs the largest net and updates its running statistics. In a shrinking

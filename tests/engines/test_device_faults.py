@@ -17,7 +17,7 @@ import fedquilt as fq
 from fedquilt.deployment.device import Device
 from fedquilt.deployment.in_process import InProcess
 from fedquilt.deployment.terms import Terms
-from fedquilt.engines.flower.courier import Delivery
+from fedquilt.engines.flower.courier import CourierReply
 from fedquilt.engines.sequential import Sequential
 from fedquilt.methods import FedAvg, FedBN, FedRolex, Scaffold, SplitMix
 from fedquilt.round.wire import Message
@@ -63,8 +63,8 @@ class Faulty(InProcess):
     forgot: set[int] = field(default_factory=set)  # Clients that ever lost their state
     num_forgotten: int = 0  # How often that happened
 
-    def exchange(self, requests: Mapping[int, Message], deadline: float) -> Iterator[Delivery]:
-        deliveries: list[Delivery] = []
+    def exchange(self, requests: Mapping[int, Message], deadline: float) -> Iterator[CourierReply]:
+        deliveries: list[CourierReply] = []
         for client, request in requests.items():
             deliveries += self._one(client, request)
         self.dice.shuffle(deliveries)
@@ -72,7 +72,7 @@ class Faulty(InProcess):
         if self.dice.random() < 0.1:
             raise ServerDiedError
 
-    def _one(self, client: int, request: Message) -> list[Delivery]:
+    def _one(self, client: int, request: Message) -> list[CourierReply]:
         fault = self.dice.choices(
             [
                 "none",
@@ -88,7 +88,7 @@ class Faulty(InProcess):
             [8, 2, 1, 1, 1, 1, 1, 1, 1],
         )[0]
         if fault == "offline":
-            return [Delivery(client, None, "offline")]
+            return [CourierReply(client, None, "offline")]
         if fault == "restart":
             self._restart(client)
         if fault == "forget":
@@ -108,8 +108,8 @@ class Faulty(InProcess):
             "damaged": [self._damaged(reply)],
         }.get(fault, [reply])
         earlier.append(reply)
-        return [Delivery(client, message) for message in arriving] or [
-            Delivery(client, None, "lost")
+        return [CourierReply(client, message) for message in arriving] or [
+            CourierReply(client, None, "lost")
         ]
 
     def _restart(self, client: int) -> None:

@@ -18,7 +18,7 @@ import torch
 
 import fedquilt as fq
 from fedquilt.deployment.in_process import InProcess
-from fedquilt.engines.flower.courier import Delivery
+from fedquilt.engines.flower.courier import CourierReply
 from fedquilt.methods import FedRolex, Scaffold
 from fedquilt.round.wire import Message
 from tests.conftest import with_local
@@ -158,14 +158,14 @@ class Hostile(InProcess):
     times: int = 1
     changed: int = 0
 
-    def exchange(self, requests: Mapping[int, Message], deadline: float) -> Iterator[Delivery]:
+    def exchange(self, requests: Mapping[int, Message], deadline: float) -> Iterator[CourierReply]:
         for client, request in requests.items():
             reply = self.devices[client].answer(request)
             for _ in range(self.times):
                 hostile = self.dice.choice(CHANGES)(reply, self.dice)
                 if hostile != reply:
                     self.changed += 1
-                    yield Delivery(client, hostile)
+                    yield CourierReply(client, hostile)
 
 
 def refused(method: str, link: str, times: int, family, make_data, play) -> int:
@@ -173,7 +173,7 @@ def refused(method: str, link: str, times: int, family, make_data, play) -> int:
     plan = with_local(METHODS[method], batch_size=4)
     start = play(plan, family, data, rounds=1, link=LINKS[link])
     courier = Hostile(devices_of(family, data), dice=random.Random(f"{method}{link}"), times=times)
-    engine = deployed(start, family, data, courier, max_rms=1e3)
+    engine = deployed(start, family, data, courier, max_rms=1e3, least=0)
     fleet = fq.Fleet.of((1.0, 0.5), 4, 4)
     run = fq.prepare(
         plan, family, data, fleet, engine, evaluation=fq.Evaluation(every=0), link=LINKS[link]

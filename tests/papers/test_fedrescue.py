@@ -21,7 +21,7 @@ from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import Summed, TaskLoss
 from fedquilt.round.training.regions import Between, Everywhere
 from fedquilt.round.training.state import Received
-from fedquilt.round.training.step import Batch, Step, gradient, move, teach
+from fedquilt.round.training.step import Batch, StepSettings, gradient, move, teach
 from fedquilt.terms import Job, Server
 from tests.conftest import with_local
 
@@ -214,7 +214,7 @@ def test_equation_2_freezes_what_earlier_nets_have_learnt(freeze, perceptron):
             own, perceptron.member(perceptron.whole), phase.objective, state, Received(state), batch
         )
         masks = own.masks(perceptron.member(perceptron.whole), phase, CPU)
-        moved, after = move(own, phase, state, slots, grads, masks, Step(0))
+        moved, after = move(own, phase, state, slots, grads, masks, StepSettings(0))
         frozen = {
             name: ~(mask if isinstance(mask, Tensor) else torch.tensor(mask))
             for name, mask in masks.items()

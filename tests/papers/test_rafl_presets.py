@@ -17,7 +17,7 @@ from fedquilt.round.training.optimizers import SGD
 from fedquilt.runs.experiment import Experiment
 from fedquilt.studies.measures import MEASURES
 from fedquilt.studies.papers import papers, parsed_preset, read_preset
-from fedquilt.studies.values import Value
+from fedquilt.studies.values import TableValue
 from fedquilt.supernet import Supernet, TinySpace, save_supernet
 
 ROWS = {
@@ -130,7 +130,7 @@ def test_bytes_of_a_round_are_those_of_table_1(
     assert found["params"] == params
     assert found["macs"] == pytest.approx(macs * 1e6, abs=5e3)
     assert found["round_bytes"] == 4 * 2 * params * copies * clients
-    assert Value.parse("round_bytes GiB").shown(found["round_bytes"]) == gib
+    assert TableValue.parse("round_bytes GiB").shown(found["round_bytes"]) == gib
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def synthesised(
     digits = np.arange(count, dtype=np.uint8) % 10
     images = np.empty((count, SIDE, SIDE, 3), np.uint8)
     for number, digit in enumerate(digits.tolist()):
-        draws = Draws(noise.key(seed, noise.Stream.SYNTHETIC_DIGITS, split == "test", number))
+        draws = DigitDraws(noise.key(seed, noise.Stream.SYNTHETIC_DIGITS, split == "test", number))
         images[number] = np.asarray(_image(digit, draws, typefaces))
         if number % _REPORT_EVERY == 0:
             watch(f"syn {split}", number, count)
@@ -98,7 +98,7 @@ def syn(
 
 
 @dataclass
-class Draws:
+class DigitDraws:
     """Random integers for one image: hashes of its key, which are the same on every machine."""
 
     key: int  # Key of the image.
@@ -128,7 +128,7 @@ def need_pillow(name: str) -> None:
         ) from error
 
 
-def _image(digit: int, draws: Draws, typefaces: tuple[Path | None, ...]) -> Image:
+def _image(digit: int, draws: DigitDraws, typefaces: tuple[Path | None, ...]) -> Image:
     """Draw one image of 28 × 28 pixels in colour, with `digit` in the centre.
 
     It may have further digits beside it. The order of random draws is part of the recipe.
@@ -159,7 +159,7 @@ def _image(digit: int, draws: Draws, typefaces: tuple[Path | None, ...]) -> Imag
     return picture.filter(ImageFilter.GaussianBlur(radius)).reduce(ZOOM)
 
 
-def _colours(draws: Draws) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+def _colours(draws: DigitDraws) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Draw the colours of background and stroke, again until they have enough contrast."""
     while True:
         background = draws.colour()

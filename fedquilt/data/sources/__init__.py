@@ -26,7 +26,7 @@ from fedquilt.data.sources.generated import generated
 from fedquilt.data.sources.hub import hub
 from fedquilt.data.sources.images import images
 from fedquilt.data.sources.masks import is_mask_folder, masks
-from fedquilt.data.sources.padding import NormaliseEach, Part
+from fedquilt.data.sources.padding import NormaliseEach, PaddedPart
 from fedquilt.data.sources.text import text
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.errors.extras import how_to_install
@@ -259,7 +259,7 @@ def _in_parts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 class _Samples:
     """Samples of a file, with channels in the second dimension."""
 
-    parts: tuple[Part, ...]  # The training part and, if there is one, the test part.
+    parts: tuple[PaddedPart, ...]  # The training part and, if there is one, the test part.
     public: np.ndarray | None  # (sample, channel, …)
     classes: tuple[str, ...]  # Names of classes, if targets are names.
 
@@ -268,12 +268,12 @@ class _Samples:
         targets, test_targets, classes = _named(arrays, "y_train", "y_test")
         assert targets is not None
         layout = _layout(arrays["x_train"], channels, targets)
-        train = Part(_images(arrays["x_train"], layout), targets, arrays.get("shapes_train"))
-        parts: tuple[Part, ...] = (train,)
+        train = PaddedPart(_images(arrays["x_train"], layout), targets, arrays.get("shapes_train"))
+        parts: tuple[PaddedPart, ...] = (train,)
         if test_targets is not None:
             test_layout = _layout(arrays["x_test"], channels, test_targets)
             test_inputs = _images(arrays["x_test"], test_layout)
-            parts = (train, Part(test_inputs, test_targets, arrays.get("shapes_test")))
+            parts = (train, PaddedPart(test_inputs, test_targets, arrays.get("shapes_test")))
         public = None
         if "public" in arrays:
             public_layout = _public_layout(arrays["public"], channels, arrays["x_train"], layout)

@@ -24,7 +24,7 @@ MAX_VALUES = 2**28  # Values of one channel of a sample after padding: 1 GiB as 
 
 
 @dataclass(frozen=True)
-class Part:
+class PaddedPart:
     """Samples of one part of a data set, training or test, which may have masks as targets."""
 
     inputs: np.ndarray  # (sample, channel, *sides)
@@ -75,7 +75,7 @@ class Part:
             )
         return self.shapes
 
-    def padded(self, sides: Sequence[int], standardise: bool, name: str) -> Part:
+    def padded(self, sides: Sequence[int], standardise: bool, name: str) -> PaddedPart:
         """Return the part with new sides: inputs are 0 and masks −100 outside of true shapes.
 
         Args:
@@ -85,7 +85,7 @@ class Part:
         """
         shapes = self.checked_shapes(name)
         inputs = stacked_inputs(_boxes(self.inputs, shapes), sides, standardise)
-        return Part(inputs, padded_masks(_boxes(self.targets, shapes), sides))
+        return PaddedPart(inputs, padded_masks(_boxes(self.targets, shapes), sides))
 
 
 def check_values(inputs: np.ndarray, name: str) -> None:

@@ -10,7 +10,7 @@ from fedquilt.round.wire import Message
 
 
 @dataclass(frozen=True)
-class Delivery:
+class CourierReply:
     """A reply that arrived, or the reason why there is none."""
 
     client: int
@@ -24,7 +24,7 @@ class Courier(Protocol):
     def online(self) -> Sequence[int]:
         """Return the clients that can be reached now, in ascending order."""
 
-    def exchange(self, requests: Mapping[int, Message], deadline: float) -> Iterator[Delivery]:
+    def exchange(self, requests: Mapping[int, Message], deadline: float) -> Iterator[CourierReply]:
         """Send requests, and yield each reply when it arrives.
 
         Every client is yielded at least once, with a reply or with the reason why there is none. A

@@ -7,7 +7,7 @@ arrive. A reply that cannot be used costs that client's round and nobody else's.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -187,7 +187,7 @@ class Flower(Sequential):
     Args:
         courier: It carries messages to devices and back.
         run_id: Identity of the run, which is the same after a resume.
-        terms: Settings of method, link and task as plain values, from which a device rebuilds them.
+        terms: Function that returns method, link and task of a federation as plain values.
         deadline: Seconds that devices have in a round.
         enough: Valid replies after which a round closes. 0: it waits for all, until the deadline.
         least: Fewest valid replies with which a round counts. With fewer, another cohort is asked.
@@ -197,7 +197,7 @@ class Flower(Sequential):
 
     courier: Courier | None = None
     run_id: str = ""
-    terms: Mapping[str, Any] = field(default_factory=dict)
+    terms: Callable[[Federation], Mapping[str, Any]] = field(default=lambda federation: {})
     deadline: float = math.inf
     enough: int = 0
     least: int = 1
@@ -304,7 +304,7 @@ class Flower(Sequential):
             round=server.round,
             client=jobs[0].client,
             submodels=tuple(job.submodel for job in jobs),
-            settings=self.terms,
+            settings=self.terms(self.federation),
             seed=world.seed,
             precision=self.precision,
             fingerprint=world.family.layout.fingerprint,

@@ -18,7 +18,7 @@ from fedquilt.engines.vectorized.captured import CapturedPass, PassFunction, by_
 from fedquilt.engines.vectorized.cuda_graph import CaptureError
 from fedquilt.engines.vectorized.failures import fails_alone
 from fedquilt.engines.vectorized.stacking import add_lead, stacked
-from fedquilt.engines.vectorized.totals import Part, Totals
+from fedquilt.engines.vectorized.totals import ScorePart, Totals
 from fedquilt.errors import first_line
 from fedquilt.hardware.device import channels_last
 from fedquilt.round.eval_jobs import EvalSpec
@@ -77,7 +77,7 @@ class Evaluator:
                 outputs.
         """
         task, totals = self.world.task, Totals(len(exams))
-        work: dict[tuple[EvalSpec, int, float | None], list[Part]] = {}
+        work: dict[tuple[EvalSpec, int, float | None], list[ScorePart]] = {}
         # Captured passes by net. Evaluations of one net take turns on one captured pass.
         running: dict[Hashable, tuple[int, KeyedPass]] = {}
         for position, exam in enumerate(exams):
@@ -98,7 +98,7 @@ class Evaluator:
             absent = None if exam.class_mask is None else exam.absent
             for number, (rows, mask) in enumerate(zip(batches, masks, strict=True)):
                 work.setdefault((kind, len(rows), absent), []).append(
-                    Part(position, number, rows, mask)
+                    ScorePart(position, number, rows, mask)
                 )
         by_turns(captured for _, (_, captured) in running.values())
         for (kind, size, absent), parts in work.items():
@@ -114,7 +114,7 @@ class Evaluator:
         self,
         kind: EvalSpec,
         all_exams: Sequence[EvalSamples],
-        parts: list[Part],
+        parts: list[ScorePart],
         absent: float | None,
         totals: Totals,
     ) -> None:

@@ -35,7 +35,7 @@ from fedquilt.round.training.optimizers import State
 from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import (
     Batch,
-    Step,
+    StepSettings,
     clipped,
     gradient,
     move,
@@ -86,7 +86,7 @@ def train_step(engine: Vectorized, stack: Stack, step: int, clients: list[int]) 
         grads = clip(learner, grads)
         masks = learner.masks(member, phase, device)
         count = stack.ages[0] + learner.moves(step) + number
-        state, slots = move(learner, phase, state, slots, grads, masks, Step(count, rate))
+        state, slots = move(learner, phase, state, slots, grads, masks, StepSettings(count, rate))
         state = {**state, **buffers}
     stack.losses[step, positions] = loss.to(stack.losses.dtype)  # Logits may have any type
     if everyone:

@@ -15,7 +15,7 @@ from fedquilt.round.training.optimizers import State
 
 
 @dataclass(frozen=True)
-class Part:
+class ScorePart:
     """Batch of an evaluation."""
 
     exam_index: int  # Position of the evaluation in the list of evaluations.
@@ -57,7 +57,7 @@ class Totals:
                 value = torch.stack([exam_sums.sum(0) for exam_sums in batch_sums])
             self.sums[name].index_add_(0, index, value)
 
-    def store(self, part: Part, outputs: Tensor, targets: Tensor) -> None:
+    def store(self, part: ScorePart, outputs: Tensor, targets: Tensor) -> None:
         """Store the outputs and targets of one batch, for the samples that metrics need.
 
         Args:

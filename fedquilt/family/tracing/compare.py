@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fedquilt.family.tracing.atoms import atoms_in
 from fedquilt.family.tracing.rules.operands import is_undefined, number_at
-from fedquilt.family.tracing.run import Call, Value
+from fedquilt.family.tracing.run import AtenCall, Value
 from fedquilt.family.tracing.traced import Traced
 
 
@@ -20,11 +20,11 @@ from fedquilt.family.tracing.traced import Traced
 class Mismatch:
     """A call in which a member does not follow its axes."""
 
-    call: Call  # Call of the module
+    call: AtenCall  # Call of the module
     reason: str  # Phrase that says what the member does instead
     branch: bool = False  # True: it computes something else. False: only sizes differ.
     # All calls of the layer, if it is not clear which one is the cause
-    layer: tuple[Call, ...] = ()
+    layer: tuple[AtenCall, ...] = ()
     axes: tuple[str, ...] = ()  # Axes that are the cause, if they are known
     widths: Mapping[str, int] = field(default_factory=dict)  # Widths of the member
 
@@ -54,10 +54,10 @@ class Numbers:
     comparison becomes equal, the member took another branch: `x * (2 if self.a != self.b else 3)`.
     """
 
-    varying: set[tuple[Call, int]] = field(default_factory=set)  # (call, position)
+    varying: set[tuple[AtenCall, int]] = field(default_factory=set)  # (call, position)
     complete: bool = False  # True once members of all kinds of widths have run
 
-    def difference(self, call: Call, member_call: Call) -> str | None:
+    def difference(self, call: AtenCall, member_call: AtenCall) -> str | None:
         """Return a description of a number that should be equal in a member's call and is not.
 
         Before `complete` is True, numbers that differ are added to `varying`, and None is returned.
@@ -89,14 +89,14 @@ class Numbers:
         )
 
     @staticmethod
-    def _of(call: Call) -> list[int | float]:
+    def _of(call: AtenCall) -> list[int | float]:
         leaves = pytree.tree_leaves((call.args, call.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, (int, float))]
 
 
 def compare(
-    expected: Sequence[Call],
-    actual: Sequence[Call],
+    expected: Sequence[AtenCall],
+    actual: Sequence[AtenCall],
     traced: Traced,
     widths: Mapping[str, int],
     numbers: Numbers,
@@ -145,8 +145,8 @@ def compare(
 
 
 def _aligned(
-    expected: Sequence[Call], actual: Sequence[Call], sources: _Sources
-) -> Iterator[tuple[Call | None, Call | None]]:
+    expected: Sequence[AtenCall], actual: Sequence[AtenCall], sources: _Sources
+) -> Iterator[tuple[AtenCall | None, AtenCall | None]]:
     """Yield pairs of corresponding calls of the module and of a member, in order.
 
     Copies are left out. Calls that make constants may be missing in one run, because forward caches
@@ -182,7 +182,7 @@ def _aligned(
             return
 
 
-def _line(call: Call) -> str:
+def _line(call: AtenCall) -> str:
     """Return the line of a call that makes a constant, and "" for other calls.
 
     A member may have more or fewer calls that make constants. They are therefore paired by their
@@ -198,14 +198,14 @@ class _Sources:
     may have equal shapes.
     """
 
-    def __init__(self, expected: Sequence[Call], actual: Sequence[Call]) -> None:
+    def __init__(self, expected: Sequence[AtenCall], actual: Sequence[AtenCall]) -> None:
         self._originals: dict[Value, Value] = {}
         self._partners: dict[Value, Value] = {}
         for call in (*expected, *actual):
             if call.op.overloadpacket in _COPIES:
                 self.skip(call)
 
-    def skip(self, call: Call) -> None:
+    def skip(self, call: AtenCall) -> None:
         """Treat the result of a call as its first input, as for a copy.
 
         A call without tensors among its arguments has no effect.
@@ -216,7 +216,7 @@ class _Sources:
     def _original(self, value: Value) -> Value:
         return self._originals.get(value, value)
 
-    def difference(self, call: Call, member_call: Call) -> str | None:
+    def difference(self, call: AtenCall, member_call: AtenCall) -> str | None:
         """Return a description of what a member's call is computed from, if that is not the same.
 
         Constants are not compared. If the inputs correspond, the outputs of both calls are noted as
@@ -245,7 +245,7 @@ class _Sources:
         return None
 
 
-def _is_needless(call: Call) -> bool:
+def _is_needless(call: AtenCall) -> bool:
     """Return True if a call views a single number in another shape.
 
     torch does that to write a number to many positions.
@@ -253,7 +253,7 @@ def _is_needless(call: Call) -> bool:
     return operation(call) == "view" and prod(call.outs[0].shape) == 1
 
 
-def visible_calls(calls: Sequence[Call]) -> list[Call]:
+def visible_calls(calls: Sequence[AtenCall]) -> list[AtenCall]:
     """Return the calls that are not copies (`clone`, `alias`, `detach`, `contiguous`), in order.
 
     torch makes copies or not depending on strides, so that they say nothing about the computation.
@@ -261,7 +261,7 @@ def visible_calls(calls: Sequence[Call]) -> list[Call]:
     return [call for call in calls if call.op.overloadpacket not in _COPIES]
 
 
-def operation(call: Call) -> str:
+def operation(call: AtenCall) -> str:
     """Return the name of a call's operation, which is "view" for all kinds of views."""
     packet = call.op.overloadpacket
     return "view" if packet in _VIEWS else str(packet.__name__)

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fedquilt.family.tracing.atoms import is_plain
-from fedquilt.family.tracing.run import Call, Run, Value, Visit
+from fedquilt.family.tracing.run import AtenCall, RecordedRun, Value, Visit
 
 aten = torch.ops.aten
 
@@ -72,7 +72,7 @@ class Reads:
     A value is data if it depends on the inputs.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RecordedRun) -> None:
         self.run = run
         self._made: dict[Value, int] = {}
         self._last_read: dict[Value, int] = {}
@@ -93,7 +93,7 @@ class Reads:
         for value in _values(run.output):
             self._last_read[value] = len(run.calls)
 
-    def _depends(self, call: Call) -> bool:
+    def _depends(self, call: AtenCall) -> bool:
         """Return True if the result of a call depends on the inputs or on random numbers."""
         reads_data = (value in self._from_data or self._is_input(value) for value in call.inputs)
         return torch.Tag.nondeterministic_seeded in call.op.tags or any(reads_data)
@@ -101,7 +101,7 @@ class Reads:
     def _is_input(self, value: Value) -> bool:
         return value not in self._made and value.weight is None and not value.constant
 
-    def _join(self, call: Call) -> None:
+    def _join(self, call: AtenCall) -> None:
         """Note that the outputs of a view share memory with its first input."""
         shared = self._aliases.setdefault(call.inputs[0], [call.inputs[0]])
         for view in call.outs:
@@ -109,7 +109,7 @@ class Reads:
                 shared.append(view)
             self._aliases[view] = shared
 
-    def _mark(self, call: Call, number: int) -> None:
+    def _mark(self, call: AtenCall, number: int) -> None:
         """Note that a call's outputs depend on the inputs.
 
         If the call writes in place, so do all views of the same memory.
@@ -138,7 +138,7 @@ class Reads:
             if value is not visit.output and since < visit.stop <= self._last_read.get(value, -1)
         ]
 
-    def maker(self, value: Value) -> Call:
+    def maker(self, value: Value) -> AtenCall:
         """Return the operation from which on a value depends on the inputs.
 
         The value must have been computed from the inputs.
@@ -153,7 +153,7 @@ class Reads:
         return value in self._from_data
 
 
-def _is_view(call: Call) -> bool:
+def _is_view(call: AtenCall) -> bool:
     schema = call.op._schema
     returns_alias = any(result.alias_info is not None for result in schema.returns)
     return returns_alias and not schema.is_mutable and bool(call.inputs)
@@ -163,7 +163,7 @@ def _values(tree: object) -> list[Value]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Value)]
 
 
-def find_cuts(run: Run) -> list[CutPoint]:
+def find_cuts(run: RecordedRun) -> list[CutPoint]:
     """Return all cut points of a run in order, without the module's own output.
 
     A module counts if it runs once and returns one tensor of at least two dimensions that is
@@ -187,14 +187,14 @@ def find_cuts(run: Run) -> list[CutPoint]:
     ]
 
 
-def _cumulative_macs(calls: Sequence[Call]) -> list[int]:
+def _cumulative_macs(calls: Sequence[AtenCall]) -> list[int]:
     totals = [0]
     for call in calls:
         totals.append(totals[-1] + multiply_adds(call))
     return totals
 
 
-def multiply_adds(call: Call) -> int:
+def multiply_adds(call: AtenCall) -> int:
     """Return the multiply-adds of convolutions and matrix products; all else counts nothing."""
     packet = call.op.overloadpacket
     size = prod(call.outs[0].shape)
@@ -216,7 +216,7 @@ def multiply_adds(call: Call) -> int:
 # --- a choice of them ---------------------------------------------------------------------------
 
 
-def propose(cuts: Sequence[CutPoint], count: int, run: Run) -> list[CutPoint]:
+def propose(cuts: Sequence[CutPoint], count: int, run: RecordedRun) -> list[CutPoint]:
     """Choose cut points that end `count` stages, the last one included.
 
     Stages end where the resolution changes, as far as there are such cuts. Among these, or besides
@@ -347,7 +347,7 @@ def _shrinks(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
 
 
 def _where_resolution_changes(
-    options: Sequence[CutPoint], cuts: Sequence[CutPoint], run: Run
+    options: Sequence[CutPoint], cuts: Sequence[CutPoint], run: RecordedRun
 ) -> list[int]:
     """Return the candidates after which the resolution drops, as ascending indices in `options`.
 

@@ -11,12 +11,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from fedquilt.axes import Expr, Product, Sum
 from fedquilt.family.tracing.atoms import Atom, Cat, Dim, atoms_in, plain, resolve, size
-from fedquilt.family.tracing.run import Run
+from fedquilt.family.tracing.run import RecordedRun
 
 CLASS = "class"  # Name of the axis of the classes
 
 
-def first_uses(runs: Sequence[Run]) -> list[str]:
+def first_uses(runs: Sequence[RecordedRun]) -> list[str]:
     """Return the names of the weights that runs compute with, in the order of first use.
 
     Each name occurs once. The name of the first run's output is added, which is "" unless a module

@@ -26,13 +26,13 @@ from fedquilt.family.tracing.atoms import (
 )
 from fedquilt.family.tracing.naming import output_dim
 from fedquilt.family.tracing.rules.dispatch import apply
-from fedquilt.family.tracing.run import Call, Run, Value
+from fedquilt.family.tracing.run import AtenCall, RecordedRun, Value
 from fedquilt.family.tracing.traced import Heads
 
 
 def apply_rules(
-    runs: Sequence[Run], outputs: Mapping[str, tuple[str, Dim]], facts: Facts
-) -> dict[str, Call]:
+    runs: Sequence[RecordedRun], outputs: Mapping[str, tuple[str, Dim]], facts: Facts
+) -> dict[str, AtenCall]:
     """Apply the rule of every call.
 
     Args:
@@ -44,7 +44,7 @@ def apply_rules(
         The first call after which the outputs of a layer cannot be cut, by the name of the layer's
         weight. Layers whose outputs can be cut are missing.
     """
-    causes: dict[str, Call] = {}
+    causes: dict[str, AtenCall] = {}
     free = {name: out_channels for name, (_, out_channels) in outputs.items()}
     for call in (call for run in runs for call in run.calls):
         apply(call, facts)
@@ -107,7 +107,7 @@ def pin_projected(
 
 
 def settle_output(
-    runs: Sequence[Run], inputs: tuple[Any, ...], class_dim: int | None, facts: Facts
+    runs: Sequence[RecordedRun], inputs: tuple[Any, ...], class_dim: int | None, facts: Facts
 ) -> int:
     """Unify the outputs of all runs, and return the number of the class dimension, from 0 on.
 

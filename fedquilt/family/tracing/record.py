@@ -20,7 +20,7 @@ from fedquilt.family.build import blueprint
 from fedquilt.family.dual import adjustables
 from fedquilt.family.tracing.atoms import Dim
 from fedquilt.family.tracing.recorder import Recorder, call_module, line_of, tensors_in
-from fedquilt.family.tracing.run import Follower, Run, RunError, Value
+from fedquilt.family.tracing.run import Follower, RecordedRun, RunError, Value
 from fedquilt.family.variants import choose
 from fedquilt.hardware.torch_internals import (
     FAKE_TENSOR_LOGGER,
@@ -135,7 +135,7 @@ class RunOptions:
     variant: str | None = None
 
 
-def record(module: nn.Module, inputs: tuple[Any, ...], options: RunOptions) -> Run:
+def record(module: nn.Module, inputs: tuple[Any, ...], options: RunOptions) -> RecordedRun:
     """Run a copy of a module on tensors without data and record its calls.
 
     Args:
@@ -180,7 +180,7 @@ def _run(
     module: nn.Module,
     inputs: tuple[Any, ...],
     options: RunOptions,
-) -> Run:
+) -> RecordedRun:
     """Run a copy of a module under a recorder, and return the record.
 
     Args:
@@ -234,7 +234,7 @@ def _run(
             output = call_module(module, fake_inputs)
         except Exception as error:
             raise RunError(recorder.calls, recorder.failed or "", line_of(error)) from error
-    return Run(
+    return RecordedRun(
         recorder.calls,
         recorder.read_values(output),
         recorder.reads,

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedquilt.family.recurrent import SHORT, RecurrentCall
 from fedquilt.family.staged import StageEnd
-from fedquilt.family.tracing.run import Call, Value, Visit, layer_name
+from fedquilt.family.tracing.run import AtenCall, Value, Visit, layer_name
 from fedquilt.hardware.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -56,7 +56,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Values of the tensors that depend on no input and no weight, by id
         self.constants: dict[int, Tensor] = {}
         self.reads: list[str] = []  # Lines in which Python read one of them
-        self.calls: list[Call] = []
+        self.calls: list[AtenCall] = []
         self.layers: list[str] = [""]  # Names of the modules that are running, outermost first
         self.visits: list[Visit] = []  # Executions that have ended
         self.open_visits: list[Visit] = []  # Executions that have not ended, outermost first
@@ -122,7 +122,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.name(tensor, Value(tuple(tensor.shape), described=False))
                 outs.append(self._values[id(tensor)])
                 outs[-1].constant = fixed
-            self.calls.append(Call(op, *read_args, tuple(outs), self.layers[-1], _where(), fixed))
+            self.calls.append(
+                AtenCall(op, *read_args, tuple(outs), self.layers[-1], _where(), fixed)
+            )
         return out
 
     def _is_constant(self, op: Any, args: Any, kwargs: Any) -> bool:
@@ -181,7 +183,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if constant.untyped_storage()._cdata != storage
                 }
 
-    def close(self, mode: FakeTensorMode) -> list[Call]:
+    def close(self, mode: FakeTensorMode) -> list[AtenCall]:
         """Remove tensors without data from wherever a later call of the user's code finds them.
 
         Forward may keep what it computes in a cache that outlives the run: `functools.lru_cache`,

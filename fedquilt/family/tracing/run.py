@@ -35,7 +35,7 @@ class Value:
 
 
 @dataclass(eq=False)
-class Call:
+class AtenCall:
     """One ATen operation of the run."""
 
     op: OpOverload  # The operation
@@ -78,10 +78,10 @@ class Visit:
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """The record of one run of a module."""
 
-    calls: list[Call]  # ATen calls in order
+    calls: list[AtenCall]  # ATen calls in order
     output: Any  # Output with Values in place of tensors
     reads: list[str]  # Lines in which Python read the value of a constant
     train: bool  # True: the module ran in training mode
@@ -113,6 +113,6 @@ class Follower(AbstractContextManager[Any], Protocol):
 class RunError(Exception):
     """A module failed during a run. The error has the calls before it, the layer and the line."""
 
-    def __init__(self, calls: list[Call], layer: str, where: str) -> None:
+    def __init__(self, calls: list[AtenCall], layer: str, where: str) -> None:
         super().__init__(layer, where)
         self.calls, self.layer, self.where = calls, layer, where

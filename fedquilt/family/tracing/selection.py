@@ -14,7 +14,7 @@ from fedquilt.family.dual import NORMS
 from fedquilt.family.layout import Layout
 from fedquilt.family.tracing.atoms import Dim
 from fedquilt.family.tracing.naming import output_dim
-from fedquilt.family.tracing.run import Run
+from fedquilt.family.tracing.run import RecordedRun
 from fedquilt.family.variants import Variants, names_of
 from fedquilt.terms import WHOLE
 
@@ -84,7 +84,7 @@ def _nearest(name: str, choices: Sequence[str]) -> str:
 
 
 def weights_of_variants(
-    module: nn.Module, runs: Sequence[Run], weights: Mapping[str, tuple[Dim, ...]]
+    module: nn.Module, runs: Sequence[RecordedRun], weights: Mapping[str, tuple[Dim, ...]]
 ) -> dict[str, tuple[str, ...]]:
     """Return the names of the weights of every variant, by variant.
 
@@ -114,7 +114,7 @@ def weights_of_parts(
     module: nn.Module,
     layout: Layout,
     parts_by_user: Mapping[str, Sequence[str]],
-    runs: Sequence[Run],
+    runs: Sequence[RecordedRun],
 ) -> dict[str, tuple[str, ...]]:
     """Return the weights of every part: norms, the user's groups, and parts of stages.
 

@@ -169,7 +169,7 @@ def _instruction() -> tuple[int, int]:
     return id(frame), frame.f_lasti
 
 
-class Scale(float):
+class SizeScale(float):
     """A float attribute that remembers its path, because it may be the root of a size."""
 
     path: str
@@ -207,14 +207,14 @@ class Trail(TorchFunctionMode):
         self.equal: list[tuple[Poly, Poly]] = []
         self.unequal: list[tuple[Poly, Poly]] = []
         self.numbers: list[Poly] = []
-        self.scales: list[Scale] = []
+        self.scales: list[SizeScale] = []
         self.hashed = (0, 0)  # Instruction that last hashed a size
         self._inside: set[object] = set()  # Python functions of torch that are running
 
     def attach(self, module: nn.Module, value: Callable[[Tensor], Value]) -> None:
         """Replace every number in the module's attributes by one that remembers its path, in-place.
 
-        Floats become `Scale`, integers above 1 become `Size`. Lists and tuples of integers are
+        Floats become `SizeScale`, integers above 1 become `Size`. Lists and tuples of integers are
         replaced entry by entry.
 
         Args:
@@ -224,7 +224,7 @@ class Trail(TorchFunctionMode):
         self.value = value
         for path, holder, key, number_or_sizes in list(attributes(module)):
             if isinstance(number_or_sizes, float):
-                holder[key] = Scale(number_or_sizes)
+                holder[key] = SizeScale(number_or_sizes)
                 holder[key].path = path
             elif isinstance(number_or_sizes, int):
                 holder[key] = self.size(number_or_sizes, path)
@@ -288,7 +288,7 @@ class Trail(TorchFunctionMode):
             for operand in (*args, *kwargs.values()):
                 if isinstance(operand, Size):
                     self.numbers.append(operand.poly)
-                elif isinstance(operand, Scale):
+                elif isinstance(operand, SizeScale):
                     self.scales.append(operand)
         return func(*args, **kwargs)
 
@@ -431,7 +431,7 @@ def _convolved(trail: Trail, out: Tensor, *args: Any, **kwargs: Any) -> None:
 def _attended(
     trail: Trail, _: Tensor, query: Tensor, *args: Any, scale: float | None = None, **__: Any
 ) -> None:
-    if isinstance(scale, Scale):
+    if isinstance(scale, SizeScale):
         trail.scales.append(scale)
     elif scale is None:
         value = trail.value(query)

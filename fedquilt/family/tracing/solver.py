@@ -27,7 +27,7 @@ from fedquilt.family.tracing.atoms import (
     unify,
 )
 from fedquilt.family.tracing.attributes import attributes
-from fedquilt.family.tracing.sizes import Leaf, Poly, Scale, Trail
+from fedquilt.family.tracing.sizes import Leaf, Poly, SizeScale, Trail
 
 
 def solve_sizes(
@@ -82,7 +82,7 @@ def _attribute_values(module: nn.Module) -> dict[str, int]:
     return values
 
 
-def _scaled_dims(scale: Scale, facts: Facts) -> Iterator[Dim]:
+def _scaled_dims(scale: SizeScale, facts: Facts) -> Iterator[Dim]:
     """Yield the dimensions whose size has a scale as its root or inverse root.
 
     Only dimensions that batched products in the scale's own layer sum over are considered.

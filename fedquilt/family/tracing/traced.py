@@ -10,7 +10,7 @@ from typing import Literal
 
 from fedquilt.family.layout import Layout
 from fedquilt.family.tracing.atoms import Atom, Cat, Dim, Terms, resolve
-from fedquilt.family.tracing.run import Run
+from fedquilt.family.tracing.run import RecordedRun
 
 Heads = Literal["inside", "whole"]  # What is cut of attention: channels of each head, or heads
 
@@ -20,7 +20,7 @@ class Traced:
     """A layout together with the runs that it was derived from."""
 
     layout: Layout
-    runs: tuple[Run, ...]  # Runs of all variants, the whole model in evaluation first
+    runs: tuple[RecordedRun, ...]  # Runs of all variants, the whole model in evaluation first
     names: Mapping[Atom, str]  # Names of the axes
     unlike: Sequence[tuple[Terms, Terms]]  # Sizes that Python compared and that were unequal
 

@@ -29,7 +29,7 @@ from fedquilt.family.tracing.pinning import (
     settle_output,
 )
 from fedquilt.family.tracing.record import rehearse
-from fedquilt.family.tracing.run import Call, Run, layer_name
+from fedquilt.family.tracing.run import AtenCall, RecordedRun, layer_name
 from fedquilt.family.tracing.selection import fix_axes, weights_of_parts, weights_of_variants
 from fedquilt.family.tracing.sizes import Trail
 from fedquilt.family.tracing.solver import solve_sizes
@@ -149,7 +149,7 @@ def trace_runs(
     return Traced(layout, runs, names, facts.unlike)
 
 
-def _unused_notes(module: nn.Module, run: Run, used: Sequence[str]) -> list[str]:
+def _unused_notes(module: nn.Module, run: RecordedRun, used: Sequence[str]) -> list[str]:
     """Return sentences about constants that Python reads, and about parameters without a use.
 
     Args:
@@ -168,7 +168,7 @@ def _unused_notes(module: nn.Module, run: Run, used: Sequence[str]) -> list[str]
 
 
 def _uncut_notes(
-    outputs: Mapping[str, tuple[str, Dim]], used: Sequence[str], causes: Mapping[str, Call]
+    outputs: Mapping[str, tuple[str, Dim]], used: Sequence[str], causes: Mapping[str, AtenCall]
 ) -> list[str]:
     """Return one sentence about the layers whose outputs are never cut, or an empty list.
 
@@ -237,7 +237,7 @@ def _runs(
     inputs: tuple[Any, ...],
     trail: Trail,
     facts: Facts,
-) -> tuple[Run, ...]:
+) -> tuple[RecordedRun, ...]:
     """Return the runs of every variant in evaluation and in training. The whole model comes first.
 
     In training a module may use heads and noise that evaluation does not have. A run in training
@@ -251,7 +251,7 @@ def _runs(
         trail: Follows the sizes that Python reads in the runs.
         facts: Takes a note about every run that is left out.
     """
-    runs: list[Run] = []
+    runs: list[RecordedRun] = []
     for variant in names_of(module):
         runs += record_variant(module, inputs, variant, weights, trail, facts)
     return tuple(runs)

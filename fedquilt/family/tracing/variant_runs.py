@@ -14,7 +14,7 @@ from fedquilt.family.tracing.atoms import Dim, Facts
 from fedquilt.family.tracing.record import RunOptions, record
 from fedquilt.family.tracing.recorder import MAX_CONSTANT_SIZE
 from fedquilt.family.tracing.rules.dispatch import find_rule
-from fedquilt.family.tracing.run import Run, RunError, Value, layer_name
+from fedquilt.family.tracing.run import RecordedRun, RunError, Value, layer_name
 from fedquilt.family.tracing.sizes import Trail
 from fedquilt.hardware.torch_internals import (
     DataDependentOutputException,
@@ -29,7 +29,7 @@ def record_variant(
     weights: Mapping[str, tuple[Dim, ...]] = MappingProxyType({}),
     trail: Trail | None = None,
     facts: Facts | None = None,
-) -> tuple[Run, ...]:
+) -> tuple[RecordedRun, ...]:
     """Return the run of a variant in evaluation, and the one in training if it can be recorded.
 
     Args:
@@ -77,7 +77,7 @@ def record_evaluation(
     variant: str,
     weights: Mapping[str, tuple[Dim, ...]] = MappingProxyType({}),
     trail: Trail | None = None,
-) -> Run:
+) -> RecordedRun:
     """Return the run of a variant in evaluation.
 
     Args:
@@ -119,7 +119,7 @@ def record_evaluation(
     return run
 
 
-def _require_one_tensor(run: Run, kind: str) -> None:
+def _require_one_tensor(run: RecordedRun, kind: str) -> None:
     """Refuse a run whose module does not return exactly one tensor.
 
     Args:

@@ -226,7 +226,7 @@ def grouped_gradient(
     return grads, (losses, {})
 
 
-class Step(NamedTuple):
+class StepSettings(NamedTuple):
     """Number and learning rate of one optimizer step."""
 
     number: int  # Number of the client's optimizer steps before this one.
@@ -241,7 +241,7 @@ def move(
     slots: OptimizerState,
     grads: State,
     masks: Mapping[str, Tensor | bool],
-    step: Step,
+    step: StepSettings,
 ) -> tuple[State, OptimizerState]:
     """Apply the gradient of a phase at the positions that the phase may change.
 

@@ -14,7 +14,7 @@ from fedquilt.config.choice import Choice
 from fedquilt.config.listing import comments, described, leaves
 from fedquilt.config.reading import read
 from fedquilt.config.schema import parameters
-from fedquilt.config.tables import TABLES, UNSET, Problem, Table
+from fedquilt.config.tables import TABLES, UNSET, Problem, SettingsTable
 from fedquilt.config.writing import write
 from fedquilt.errors import ConfigError
 
@@ -99,7 +99,7 @@ class Farm:
 
 @pytest.fixture(autouse=True)
 def animals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TABLES, Animal, Table("animal", {"bird": Bird, "fish": Fish}))
+    monkeypatch.setitem(TABLES, Animal, SettingsTable("animal", {"bird": Bird, "fish": Fish}))
 
 
 def farm(**plain: Any) -> Farm:

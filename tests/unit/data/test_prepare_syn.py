@@ -11,7 +11,7 @@ import pytest
 
 from fedquilt.data import npz
 from fedquilt.data.prepare import Recipe, prepare
-from fedquilt.data.prepare.syn import CANVAS, DEJAVU, Draws, _font, _written, synthesised
+from fedquilt.data.prepare.syn import CANVAS, DEJAVU, DigitDraws, _font, _written, synthesised
 from fedquilt.errors import ConfigError, DataError
 
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
@@ -59,7 +59,7 @@ def test_every_font_draws_every_digit():
 
 
 def test_draws_are_in_their_range():
-    draws = Draws(7)
+    draws = DigitDraws(7)
     found = {draws.between(-2, 3) for _ in range(200)}
     assert found == set(range(-2, 4))
 

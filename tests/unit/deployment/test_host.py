@@ -11,7 +11,7 @@ import torch
 
 import fedquilt as fq
 from fedquilt.data.scale import Scale
-from fedquilt.deployment.enrolment import About, Enrolment
+from fedquilt.deployment.enrolment import Enrolment, ServerFacts
 from fedquilt.deployment.host import DeviceHost, DeviceSettings
 from fedquilt.deployment.in_process import own_data
 from fedquilt.errors import ConfigError, FormatError
@@ -36,8 +36,8 @@ def host(data, tmp_path) -> DeviceHost:
     return DeviceHost(settings, own_data(data, 0))
 
 
-def about_of(data: fq.FederatedData, **model: object) -> About:
-    return About.of("run1", [Model(**{"name": "tiny_resnet", **model})], data)
+def about_of(data: fq.FederatedData, **model: object) -> ServerFacts:
+    return ServerFacts.of("run1", [Model(**{"name": "tiny_resnet", **model})], data)
 
 
 def request(settings: dict[str, object], budget: Budget = Budget(share=0.5)) -> Message:
@@ -57,13 +57,13 @@ def request(settings: dict[str, object], budget: Budget = Budget(share=0.5)) -> 
     ).message((b"",))
 
 
-def failure(host: DeviceHost, about: About, message: Message) -> str:
+def failure(host: DeviceHost, about: ServerFacts, message: Message) -> str:
     return Reply.read(host.answer(about.to_bytes(), message)).failed
 
 
 def test_descriptions_survive_writing_and_reading(data):
     about = about_of(data)
-    assert About.read(about.to_bytes()) == about
+    assert ServerFacts.read(about.to_bytes()) == about
 
 
 def test_a_device_introduces_itself_with_name_budget_and_size_alone(host, data):
@@ -129,7 +129,7 @@ def test_a_pickle_on_every_path_is_refused(host, data, tmp_path):
     good = request({"method": {"name": "fedavg"}})
     assert Reply.read(host.answer(PICKLE, good)).failed
     assert Enrolment.read(host.enrol(PICKLE).note).failed
-    for read in (About.read, Enrolment.read):
+    for read in (ServerFacts.read, Enrolment.read):
         with pytest.raises(FormatError):
             read(PICKLE)
     (tmp_path / "device.json").write_bytes(PICKLE)

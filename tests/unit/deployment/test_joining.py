@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("flwr")
 from fedquilt.deployment.gate import Gate, OpenGate
-from fedquilt.deployment.joining import Server, parse_budget
+from fedquilt.deployment.joining import ServerEndpoint, parse_budget
 from fedquilt.deployment.keys import KeyFolder, make_keys
 from fedquilt.deployment.serving import Address, begin, is_loopback
 from fedquilt.deployment.worker import INTERNALS, _internals
@@ -43,20 +43,20 @@ def test_plain_http_is_for_loopback_alone():
     with pytest.raises(ConfigError, match="plain HTTP is for this machine alone"):
         Address("0.0.0.0").check()
     with pytest.raises(ConfigError, match="plain HTTP is for this machine alone"):
-        Server("example.org:9092").check()
+        ServerEndpoint("example.org:9092").check()
 
 
 @pytest.mark.parametrize("address", ["", "localhost", ":9092", "localhost:0", "localhost:99999"])
 def test_addresses_without_host_or_port_are_refused(address):
     with pytest.raises(ConfigError, match="host:port would work"):
-        Server(address).check()
+        ServerEndpoint(address).check()
 
 
 def test_a_server_that_does_not_answer_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(ConfigError, match="it does not answer"):
-        Server(f"127.0.0.1:{port}").check()
+        ServerEndpoint(f"127.0.0.1:{port}").check()
 
 
 def test_certificates_are_compared_when_a_device_joins(tmp_path):
@@ -66,18 +66,18 @@ def test_certificates_are_compared_when_a_device_joins(tmp_path):
     gate = Gate("http://127.0.0.1:1")
     with OpenGate(gate, certificate=(keys.server, keys.server_key)) as front:
         device = keys.device_key(1)
-        Server(f"localhost:{front.port}", keys.ca, device).check()
-        assert Server(f"localhost:{front.port}", keys.ca, device).clock_warning() == ""
+        ServerEndpoint(f"localhost:{front.port}", keys.ca, device).check()
+        assert ServerEndpoint(f"localhost:{front.port}", keys.ca, device).clock_warning() == ""
         with pytest.raises(ConfigError, match="its certificate is not accepted"):
-            Server(f"localhost:{front.port}", other.ca, device).check()
+            ServerEndpoint(f"localhost:{front.port}", other.ca, device).check()
         # 127.0.0.2 is the same machine, and a name that the certificate does not have.
         with pytest.raises(ConfigError, match=r"does not answer|IP address mismatch"):
-            Server(f"127.0.0.2:{front.port}", keys.ca, device).check()
+            ServerEndpoint(f"127.0.0.2:{front.port}", keys.ca, device).check()
     with (
         OpenGate(gate) as plain,
         pytest.raises(ConfigError, match="it does not speak TLS"),
     ):
-        Server(f"localhost:{plain.port}", keys.ca, device).check()
+        ServerEndpoint(f"localhost:{plain.port}", keys.ca, device).check()
 
 
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path):

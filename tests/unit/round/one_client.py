@@ -12,7 +12,7 @@ from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.optimizers import State
 from fedquilt.round.training.state import Received
-from fedquilt.round.training.step import Batch, Step, clipped, gradient, move
+from fedquilt.round.training.step import Batch, StepSettings, clipped, gradient, move
 from fedquilt.round.training.view import View
 from fedquilt.terms import Arch
 
@@ -70,6 +70,6 @@ def take_steps(
             grads, _ = gradient(learner, member, phase.objective, state, Received(received), batch)
             grads = clipped(grads, learner.local.optimizer.clip)
             masks = learner.masks(member, phase, CPU)
-            state, slots = move(learner, phase, state, slots, grads, masks, Step(count))
+            state, slots = move(learner, phase, state, slots, grads, masks, StepSettings(count))
             count += 1
     return state, slots

@@ -10,7 +10,7 @@ import fedquilt as fq
 from fedquilt.engines import Vectorized
 from fedquilt.methods import HeteroFL
 from fedquilt.round.fold import Fold
-from fedquilt.round.merge import ExtrasMean, Mean, Stateful, Sum, as_weights
+from fedquilt.round.merge import ExtrasMean, Mean, RunningSum, Stateful, as_weights
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.passes import (
@@ -89,7 +89,7 @@ class Stating(HeteroFL):
     def fold(self, server: Server, world: fq.methods.api.World) -> Fold:
         cutter = world.family.cutter
         mean = Mean(cutter, self.weighting, self.server_optimizer).begin(server)
-        slot = Sum(cutter, scale=0.1).begin(as_weights(server, "sum"))
+        slot = RunningSum(cutter, scale=0.1).begin(as_weights(server, "sum"))
         return Stateful(mean, {"sum": slot}, ExtrasMean(cutter, "data"))
 
 

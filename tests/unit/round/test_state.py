@@ -14,7 +14,7 @@ from fedquilt.family.cut import prefix
 from fedquilt.methods import HeteroFL
 from fedquilt.round.fold import Fold
 from fedquilt.round.link import Transmission
-from fedquilt.round.merge import ExtrasMean, Mean, Stateful, Sum, as_weights
+from fedquilt.round.merge import ExtrasMean, Mean, RunningSum, Stateful, as_weights
 from fedquilt.round.server_optimizers import ServerMomentum
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.passes import (
@@ -224,7 +224,7 @@ def updates(family: fq.Family) -> tuple[Server, list[Update]]:
 
 
 def stateful(family: fq.Family, server: Server) -> Stateful:
-    slot = Sum(family.cutter, scale=0.5).begin(as_weights(server, "a"))
+    slot = RunningSum(family.cutter, scale=0.5).begin(as_weights(server, "a"))
     return Stateful(
         Mean(family.cutter).begin(server), {"a": slot}, ExtrasMean(family.cutter, "data")
     )
@@ -292,7 +292,7 @@ def test_a_slot_of_the_servers_optimizer_is_refused(perceptron):
     with pytest.raises(
         ConfigError, match="'momentum', which the server's optimizer ServerMomentum has"
     ):
-        Stateful(mean, {"momentum": Sum(perceptron.cutter)})
+        Stateful(mean, {"momentum": RunningSum(perceptron.cutter)})
 
 
 # --- one by one ---------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from fedquilt.round.training.objectives import MaskedCrossEntropy, Proximal, Sum
 from fedquilt.round.training.optimizers import SGD, Adam, AdamW
 from fedquilt.round.training.regions import Between, Everywhere, Part
 from fedquilt.round.training.state import Received
-from fedquilt.round.training.step import Batch, Step, gradient, move, train_pass
+from fedquilt.round.training.step import Batch, StepSettings, gradient, move, train_pass
 from fedquilt.terms import Arch, Job
 from tests.conftest import with_local
 from tests.unit.round.one_client import (
@@ -209,7 +209,7 @@ def test_a_phase_leaves_what_it_may_not_move_bit_for_bit(optimizer, share, perce
         learner, perceptron.member(arch), phase.objective, state, Received(state), batch_of(4, 1)
     )
     masks = learner.masks(perceptron.member(arch), phase, CPU)
-    moved, after = move(learner, phase, state, slots, grads, masks, Step(1))
+    moved, after = move(learner, phase, state, slots, grads, masks, StepSettings(1))
     for name in perceptron.trainable:
         frozen = ~masks[name]
         assert torch.equal(moved[name][frozen], state[name][frozen])
@@ -234,7 +234,7 @@ def test_a_weight_that_may_not_move_at_all_is_not_touched(residual):
     slots = learner.start_slots(state, residual.member(residual.whole))
     grads = {name: torch.ones_like(state[name]) for name in residual.trainable}
     masks = learner.masks(residual.member(residual.whole), Phase(moves=Part("norm")), CPU)
-    moved, after = move(learner, Phase(), state, slots, grads, masks, Step(0))
+    moved, after = move(learner, Phase(), state, slots, grads, masks, StepSettings(0))
     for name in residual.trainable:
         assert torch.equal(moved[name], state[name]) != (name in residual.parts["norm"])
         assert torch.equal(after["momentum"][name], slots["momentum"][name]) != (
@@ -249,7 +249,7 @@ def test_a_phase_that_may_move_nothing_moves_nothing(perceptron):
         slots = learner.start_slots(state, perceptron.member(perceptron.whole))
         grads = {name: torch.ones_like(state[name]) for name in perceptron.trainable}
         moved, after = move(
-            learner, Phase(), state, slots, grads, dict.fromkeys(grads, False), Step(0)
+            learner, Phase(), state, slots, grads, dict.fromkeys(grads, False), StepSettings(0)
         )
         assert all(moved[name] is state[name] for name in state)
         assert all(after[slot][name] is slots[slot][name] for slot in slots for name in grads)

@@ -21,7 +21,7 @@ from fedquilt.methods import (
 )
 from fedquilt.methods.prototypes import Prototypes
 from fedquilt.runs import per_client as per_client
-from fedquilt.runs.per_client import Device, PerClient
+from fedquilt.runs.per_client import DeviceFigures, PerClient
 from tests.conftest import CUTTING, with_local
 from tests.growing import BLOCKS, HEADS, growing
 
@@ -76,7 +76,9 @@ def test_accuracy_is_that_of_a_clients_own_size_and_of_the_whole_model(residual,
 
 
 def test_a_spread_is_the_mean_and_the_deviation_of_all():
-    devices = [Device(id, "1.0", "", 0, params, None, None) for id, params in enumerate((1, 3))]
+    devices = [
+        DeviceFigures(id, "1.0", "", 0, params, None, None) for id, params in enumerate((1, 3))
+    ]
     assert PerClient(tuple(devices), {}).spread("params") == (2.0, 1.0)
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from fedquilt.studies.papers import Column, Preset, Row, Scale
+from fedquilt.studies.papers import Column, Preset, PresetScale, Row
 from fedquilt.studies.published import HEAD, comparison_table, spread_of, spread_text
 from fedquilt.studies.result import Result
-from fedquilt.studies.values import Value
+from fedquilt.studies.values import TableValue
 
 
 @pytest.fixture
@@ -22,7 +22,10 @@ def preset():
             Row("HeteroFL", ("", "")),
             Row("FedAvg", ("38.0", "")),
         ),
-        scales={"smoke": Scale(note="Numbers mean nothing.", seeds=(0,)), "full": Scale()},
+        scales={
+            "smoke": PresetScale(note="Numbers mean nothing.", seeds=(0,)),
+            "full": PresetScale(),
+        },
         seeds=(0, 1),
         notes=("It differs.",),
         name="mine/table1",
@@ -83,7 +86,7 @@ def test_notes_name_the_scale_missing_seeds_and_runs_that_diverged(preset, resul
 
 
 def test_one_run_has_no_deviation_and_a_mean_over_clients_has_theirs():
-    value = Value.parse("macs M")
+    value = TableValue.parse("macs M")
     one = Result("a", 0, {"macs": 3e6})
     assert spread_text(spread_of([one], value), value) == "3.00"
     clients = [

@@ -11,7 +11,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.runs.milestones import Milestone
 from fedquilt.studies.statistics import (
     PERCENTAGES,
-    Cost,
+    CostToTarget,
     Spread,
     Verdict,
     best_entry,
@@ -188,8 +188,8 @@ def test_costs_are_means_over_the_seeds_that_reach_the_target(result):
 
 def test_costs_that_all_or_none_have():
     milestone = Milestone(2, 220, 2000, 1.0)
-    assert Cost({0: milestone}).shown(2.0, "{:g}".format) == "2"
-    never = Cost({0: None})
+    assert CostToTarget({0: milestone}).shown(2.0, "{:g}".format) == "2"
+    never = CostToTarget({0: None})
     assert never.rounds is None
     assert never.shown(never.rounds, "{:g}".format) == "–"
 

@@ -6,7 +6,7 @@ import pytest
 
 from fedquilt.errors import ConfigError
 from fedquilt.studies.result import Result
-from fedquilt.studies.values import Value
+from fedquilt.studies.values import TableValue
 
 
 @pytest.fixture
@@ -68,19 +68,19 @@ def run(record):
     ],
 )
 def test_numbers_of_a_run(run, text, number):
-    assert Value.parse(text).of(run) == number
+    assert TableValue.parse(text).of(run) == number
 
 
 def test_without_records_the_best_is_that_of_the_summary():
     early = Result("a", 0, {"best": {"accuracy": {"1.0": 0.7}}})
-    assert Value.parse("best accuracy 1.0 %").of(early) == 0.7
-    assert Value.parse("best accuracy 1.0 %").of(Result("a", 0, {})) is None
+    assert TableValue.parse("best accuracy 1.0 %").of(early) == 0.7
+    assert TableValue.parse("best accuracy 1.0 %").of(Result("a", 0, {})) is None
 
 
 def test_where_lower_is_better_a_target_is_an_upper_bound(record):
     records = [record(n, {"1.0": value}, "rmse") for n, value in ((1, 0.9), (2, 0.4))]
     run = Result("a", 0, {"main": "rmse", "higher_is_better": False}, records)
-    assert Value.parse("rounds_to 0.5 1.0 count").of(run) == 2
+    assert TableValue.parse("rounds_to 0.5 1.0 count").of(run) == 2
 
 
 @pytest.mark.parametrize(
@@ -97,12 +97,12 @@ def test_where_lower_is_better_a_target_is_an_upper_bound(record):
     ],
 )
 def test_numbers_are_shown_in_their_unit(text, number, shown):
-    assert Value.parse(text).shown(number) == shown
+    assert TableValue.parse(text).shown(number) == shown
 
 
 def test_the_factor_is_that_of_the_unit():
-    assert Value.parse("accuracy 1.0 %").factor == 100
-    assert Value.parse("bytes_down GB").factor == 1e-9
+    assert TableValue.parse("accuracy 1.0 %").factor == 100
+    assert TableValue.parse("bytes_down GB").factor == 1e-9
 
 
 @pytest.mark.parametrize(
@@ -121,4 +121,4 @@ def test_the_factor_is_that_of_the_unit():
 )
 def test_a_text_that_is_no_value_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):
-        Value.parse(text)
+        TableValue.parse(text)

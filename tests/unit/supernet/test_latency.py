@@ -15,7 +15,7 @@ from fedquilt.supernet.genome import Genome
 from fedquilt.supernet.latency import LatencyTable, distinct_blocks, key, measure_blocks
 from fedquilt.supernet.limits import Limits
 from fedquilt.supernet.meter import Meter
-from fedquilt.supernet.search import Options, Search
+from fedquilt.supernet.search import Search, SearchOptions
 
 TINY = SPACES["tiny"]()
 
@@ -48,7 +48,7 @@ def test_the_time_of_a_member_is_the_sum_over_its_blocks() -> None:
 
 def test_a_limit_in_milliseconds_is_kept() -> None:
     meter = Meter(TINY, table=table_by_params())
-    found = Search(meter, options=Options(population=8, generations=2)).best(
+    found = Search(meter, options=SearchOptions(population=8, generations=2)).best(
         Limits(milliseconds=5.0)
     )
     assert found.costs.params <= 5000

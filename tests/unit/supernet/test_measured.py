@@ -28,7 +28,7 @@ from fedquilt.supernet.meter import Meter
 from fedquilt.supernet.mobilenet import InvertedStage
 from fedquilt.supernet.predictor import rank_correlation
 from fedquilt.supernet.scoring import MeasuredAccuracy, Validation, fit_score
-from fedquilt.supernet.search import Options, Search
+from fedquilt.supernet.search import Search, SearchOptions
 
 pytestmark = pytest.mark.slow
 
@@ -98,7 +98,7 @@ def test_members_found_are_more_accurate_than_the_best_of_as_many_random_draws(
     found = search.top(limits, NUM_TRIED)
     best_drawn = []
     for seed in SEEDS:
-        options = Options("random", tolerance=0.1, draws=100_000, seed=seed)
+        options = SearchOptions("random", tolerance=0.1, draws=100_000, seed=seed)
         drawn = search.with_options(options).top(limits, NUM_TRIED)
         assert len(found) == len(drawn) == NUM_TRIED
         best_drawn.append(max(compared(member.config) for member in drawn))

@@ -14,11 +14,11 @@ from fedquilt.supernet import SPACES
 from fedquilt.supernet.elastic import Supernet
 from fedquilt.supernet.limits import Limits
 from fedquilt.supernet.nets import searched_nets
-from fedquilt.supernet.search import Options
+from fedquilt.supernet.search import SearchOptions
 from fedquilt.terms import Budget
 
 TINY = SPACES["tiny"]()
-QUICK = Options(population=8, generations=2)
+QUICK = SearchOptions(population=8, generations=2)
 FLEET = {Budget(macs=2.0e5): 10, Budget(macs=2.4e5): 10, Budget(macs=3.0e5): 10}
 
 

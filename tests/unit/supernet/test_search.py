@@ -23,9 +23,9 @@ from fedquilt.supernet.genome import Genome
 from fedquilt.supernet.limits import Limits
 from fedquilt.supernet.meter import Meter
 from fedquilt.supernet.predictor import Floats
-from fedquilt.supernet.search import Options, Search
+from fedquilt.supernet.search import Search, SearchOptions
 
-QUICK = Options(population=8, generations=2)
+QUICK = SearchOptions(population=8, generations=2)
 TINY = SPACES["tiny"]()
 METER = Meter(TINY)
 
@@ -195,15 +195,15 @@ def test_memory_of_large_spaces_is_that_of_a_recorded_training_step(name: str) -
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_evolution_finds_the_best_score_or_one_within_a_percent(share: float) -> None:
     limits = Limits(macs=share * TINY.cost(TINY.largest).macs)
-    best = Search(METER, uneven, Options(strategy="exhaustive")).best(limits)
-    found = Search(METER, uneven, Options(generations=15)).best(limits)
+    best = Search(METER, uneven, SearchOptions(strategy="exhaustive")).best(limits)
+    found = Search(METER, uneven, SearchOptions(generations=15)).best(limits)
     assert best.score >= found.score >= 0.99 * best.score
     assert best.scored >= found.scored
 
 
 def test_without_a_score_the_member_with_most_multiply_adds_is_found() -> None:
     limits = Limits(macs=1.5e5)
-    found = Search(METER, options=Options(generations=5)).best(limits)
+    found = Search(METER, options=SearchOptions(generations=5)).best(limits)
     assert found.costs.macs == max(row[1] for row in all_costs() if row[1] <= 1.5e5)
 
 
@@ -224,7 +224,7 @@ def test_progress_is_reported_after_every_generation() -> None:
 
 
 def test_random_rejection_stays_within_its_tolerance() -> None:
-    options = Options(strategy="random", tolerance=0.05)
+    options = SearchOptions(strategy="random", tolerance=0.05)
     for share in (0.35, 0.5, 0.7):
         limit = share * TINY.cost(TINY.largest).macs
         found = Search(METER, options=options).best(Limits(macs=limit))
@@ -232,26 +232,26 @@ def test_random_rejection_stays_within_its_tolerance() -> None:
 
 
 def test_random_rejection_that_never_meets_a_limit_still_keeps_it() -> None:
-    options = Options(strategy="random", tolerance=0.01, draws=1)
+    options = SearchOptions(strategy="random", tolerance=0.01, draws=1)
     limit = float(TINY.cost(TINY.smallest).macs)
     assert Search(METER, options=options).best(Limits(macs=limit)).config == TINY.smallest
 
 
 def test_large_spaces_are_not_enumerated() -> None:
-    search = Search(Meter(SPACES["mobilenetv3"]()), options=Options(strategy="exhaustive"))
+    search = Search(Meter(SPACES["mobilenetv3"]()), options=SearchOptions(strategy="exhaustive"))
     with pytest.raises(ConfigError, match="exhaustive search of mobilenetv3"):
         search.best(Limits(macs=10e6))
 
 
 def test_the_best_members_come_first_and_differ() -> None:
     limits = Limits(macs=1.6e5)
-    search = Search(METER, uneven, Options(generations=5))
+    search = Search(METER, uneven, SearchOptions(generations=5))
     members = search.top(limits, 5)
     scores = [found.score for found in members]
     assert scores == sorted(scores, reverse=True)
     assert len({found.config for found in members}) == 5
     assert members[0] == search.best(limits)
-    draws = Search(METER, uneven, Options(strategy="random")).top(limits, 5)
+    draws = Search(METER, uneven, SearchOptions(strategy="random")).top(limits, 5)
     assert len({found.config for found in draws}) == 5
     assert all(0.95 * 1.6e5 <= found.costs.macs <= 1.6e5 for found in draws)
 
@@ -264,7 +264,7 @@ def test_the_most_accurate_of_the_verified_members_is_chosen() -> None:
         measured.append(config)
         return -float(uneven([config])[0])  # the opposite of the score
 
-    options = Options(strategy="exhaustive", verified=5)
+    options = SearchOptions(strategy="exhaustive", verified=5)
     search = Search(METER, uneven, options, measure)
     members = search.top(limits, 5)
     assert not measured
@@ -274,9 +274,9 @@ def test_the_most_accurate_of_the_verified_members_is_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [Options("exhaustive", verified=0), Options("random", verified=5)]
+    "options", [SearchOptions("exhaustive", verified=0), SearchOptions("random", verified=5)]
 )
-def test_nothing_is_verified_without_a_number_or_a_score(options: Options) -> None:
+def test_nothing_is_verified_without_a_number_or_a_score(options: SearchOptions) -> None:
     def measure(config: Config) -> float:
         raise AssertionError("nothing was to be measured")
 
@@ -288,7 +288,7 @@ def test_nothing_is_verified_without_a_number_or_a_score(options: Options) -> No
 
 def test_unknown_strategies_are_refused() -> None:
     with pytest.raises(ConfigError, match="'guess' was asked for"):
-        Options(strategy="guess")  # type: ignore[arg-type]
+        SearchOptions(strategy="guess")  # type: ignore[arg-type]
 
 
 def test_without_pygad_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

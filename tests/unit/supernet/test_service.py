@@ -14,13 +14,13 @@ from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.supernet import SPACES, Config
 from fedquilt.supernet.limits import Limits
 from fedquilt.supernet.meter import Meter
-from fedquilt.supernet.search import Options, Search
+from fedquilt.supernet.search import Search, SearchOptions
 from fedquilt.supernet.service import SearchService
 from fedquilt.terms import Budget
 
 TINY = SPACES["tiny"]()
 METER = Meter(TINY)
-SEARCH = Search(METER, options=Options(population=8, generations=2))
+SEARCH = Search(METER, options=SearchOptions(population=8, generations=2))
 
 
 def fleet(num_devices: int = 1000, low: float = 1.2e5, high: float = 2.6e5) -> list[Limits]:
@@ -157,7 +157,7 @@ def test_utilization_of_the_fleets_of_table_3(name: str, mean: float) -> None:
     """The paper has 99, 93, 96 and 90 %, and 75 % with a common model."""
     limits = np.random.default_rng(0).uniform(0.75 * mean, 1.25 * mean, 100)
     devices = {Limits(macs=float(limit)): 1 for limit in limits}
-    service = SearchService(Search(Meter(SPACES[name]()), options=Options(generations=5)))
+    service = SearchService(Search(Meter(SPACES[name]()), options=SearchOptions(generations=5)))
     service.prepare(devices)
     used = service.utilization(devices)
     assert used.share >= 0.95

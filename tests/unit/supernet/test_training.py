@@ -27,7 +27,7 @@ from fedquilt.supernet import (
     save_supernet,
     train_supernet,
 )
-from fedquilt.supernet.phases import Phase, phases
+from fedquilt.supernet.phases import ShrinkingPhase, phases
 from fedquilt.supernet.training import CHECKPOINT, _Trainer
 
 QUICK = SupernetTraining(epochs=1, phase_epochs=1, batch_size=16, calibration=16)
@@ -114,13 +114,13 @@ def test_phases_open_kernels_then_depths_then_expansions_then_widths():
 def test_a_phase_draws_only_from_open_options():
     space = TinySpace()
     draw = torch.Generator().manual_seed(0)
-    drawn = [Phase("depths", 2).sample(space, draw) for _ in range(50)]
+    drawn = [ShrinkingPhase("depths", 2).sample(space, draw) for _ in range(50)]
     assert {config.depths for config in drawn} == {(1, 1), (1, 2), (2, 1), (2, 2)}
     for config in drawn:
         for choice, value in zip(space.choices, space.flat(config), strict=True):
             if choice.kind == "expansions" and space.is_kept(choice, config):
                 assert value == 4
-    assert Phase("largest", 1).sample(space, draw) == space.largest
+    assert ShrinkingPhase("largest", 1).sample(space, draw) == space.largest
 
 
 def test_shrinking_never_changes_frozen_weights():

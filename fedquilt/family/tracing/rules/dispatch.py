@@ -22,7 +22,7 @@ from fedquilt.family.tracing.rules import (  # noqa: F401
 from fedquilt.family.tracing.rules.elementwise import pointwise
 from fedquilt.family.tracing.rules.operands import pin_all, unify_all
 from fedquilt.family.tracing.rules.registry import RULES, Rule, aten
-from fedquilt.family.tracing.run import Call
+from fedquilt.family.tracing.run import AtenCall
 from fedquilt.hardware.torch_internals import OpOverload
 
 
@@ -52,7 +52,7 @@ def _tags(op: OpOverload) -> Sequence[torch.Tag]:
     return [*op.tags, *getattr(twin, op._overloadname).tags]
 
 
-def apply(call: Call, facts: Facts) -> None:
+def apply(call: AtenCall, facts: Facts) -> None:
     """Apply the rule of a call: unify dimensions of its inputs, and describe its outputs in-place.
 
     An output that was written in place keeps its dimensions, which are unified with those of the
@@ -78,7 +78,7 @@ def apply(call: Call, facts: Facts) -> None:
             out.dims, out.described = dims, True
 
 
-def _unknown(call: Call, facts: Facts) -> None:
+def _unknown(call: AtenCall, facts: Facts) -> None:
     """Pin all dimensions of a call that has no rule.
 
     Args:

@@ -8,11 +8,11 @@ from typing import Any
 from fedquilt.family.tracing.atoms import Dim, Facts, pin, size, unify
 from fedquilt.family.tracing.rules.operands import broadcast, pin_all
 from fedquilt.family.tracing.rules.registry import Dims, aten, rule
-from fedquilt.family.tracing.run import Call
+from fedquilt.family.tracing.run import AtenCall
 
 
 @rule(aten.index, aten._unsafe_index)
-def _index(call: Call, facts: Facts) -> Dims:
+def _index(call: AtenCall, facts: Facts) -> Dims:
     x, indices = call.args[:2]
     untouched, first = _left_alone(x.dims, indices)
     shape = call.outs[0].shape[first : len(call.outs[0].shape) - len(untouched) + first]
@@ -21,7 +21,7 @@ def _index(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.index_put, aten._unsafe_index_put)
-def _index_put(call: Call, facts: Facts) -> Dims:
+def _index_put(call: AtenCall, facts: Facts) -> Dims:
     x, indices, values = call.args[:3]
     untouched, first = _left_alone(x.dims, indices)
     looked_up = max(
@@ -63,7 +63,7 @@ def _left_alone(dims: Dims, indices: Sequence[Any]) -> tuple[Dims, int]:
 
 
 @rule(aten.scatter, aten.scatter_add, aten.scatter_reduce)
-def _scatter(call: Call, facts: Facts) -> Dims:
+def _scatter(call: AtenCall, facts: Facts) -> Dims:
     x, dim = call.args[:2]
     pin(x.dims[dim])
     for operand in call.inputs[1:]:
@@ -76,7 +76,7 @@ def _scatter(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.index_select)
-def _index_select(call: Call, facts: Facts) -> Dims:
+def _index_select(call: AtenCall, facts: Facts) -> Dims:
     x, dim, index = call.args
     pin(x.dims[dim])
     dims = list(x.dims)
@@ -85,7 +85,7 @@ def _index_select(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.gather)
-def _gather(call: Call, facts: Facts) -> Dims:
+def _gather(call: AtenCall, facts: Facts) -> Dims:
     x, dim, index = call.args[:3]
     pin(x.dims[dim])
     for position, (dim_x, dim_index) in enumerate(zip(x.dims, index.dims, strict=True)):

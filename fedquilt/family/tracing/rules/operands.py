@@ -8,7 +8,7 @@ from typing import Any
 
 from fedquilt.family.tracing.atoms import Dim, Facts, atom, pin, size, split, unify
 from fedquilt.family.tracing.rules.registry import Dims, aten
-from fedquilt.family.tracing.run import Call
+from fedquilt.family.tracing.run import AtenCall
 
 
 def unify_all(a: Dims, b: Dims) -> None:
@@ -23,7 +23,7 @@ def pin_all(dims: Sequence[Dim]) -> None:
         pin(dim)
 
 
-def argument(call: Call, name: str, default: Any = None) -> Any:
+def argument(call: AtenCall, name: str, default: Any = None) -> Any:
     """Return an argument by its name in the operation's schema, also if it is positional.
 
     Args:
@@ -41,7 +41,7 @@ def argument(call: Call, name: str, default: Any = None) -> Any:
     return default
 
 
-def dims_argument(call: Call, name: str, ndim: int) -> list[int]:
+def dims_argument(call: AtenCall, name: str, ndim: int) -> list[int]:
     """Return a `dim` argument as a list of numbers from 0 on, also if it is negative or one int.
 
     Args:
@@ -59,7 +59,7 @@ def dims_argument(call: Call, name: str, ndim: int) -> list[int]:
     return [dim % ndim for dim in dims]
 
 
-def number_at(call: Call, mark: object) -> int | None:
+def number_at(call: AtenCall, mark: object) -> int | None:
     """Return the number that a call has at a mark: the start of a slice, or a number of groups.
 
     A negative start is converted to one from 0 on.
@@ -80,7 +80,7 @@ def number_at(call: Call, mark: object) -> int | None:
     return None
 
 
-def is_undefined(call: Call) -> bool:
+def is_undefined(call: AtenCall) -> bool:
     """Return True if a call takes the variance of too few values, so that it is not a number.
 
     Standard deviations count too. Other operations give False.

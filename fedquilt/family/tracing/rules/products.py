@@ -18,22 +18,22 @@ from fedquilt.family.tracing.atoms import (
 )
 from fedquilt.family.tracing.rules.operands import argument, broadcast, pin_all, split_groups
 from fedquilt.family.tracing.rules.registry import Dims, aten, rule
-from fedquilt.family.tracing.run import Call
+from fedquilt.family.tracing.run import AtenCall
 
 
 @rule(aten.mm, aten.bmm, aten.mv, aten.dot, aten.matmul)
-def _product(call: Call, facts: Facts) -> Dims:
+def _product(call: AtenCall, facts: Facts) -> Dims:
     a, b = call.args[:2]
     return _contract(call, a.dims, b.dims, facts)
 
 
 @rule(aten.addmm, aten.baddbmm, aten.addmv)
-def _added_product(call: Call, facts: Facts) -> Dims:
+def _added_product(call: AtenCall, facts: Facts) -> Dims:
     bias, a, b = call.args[:3]
     return broadcast([_contract(call, a.dims, b.dims, facts), bias.dims], call.outs[0].shape)
 
 
-def _contract(call: Call, a: Dims, b: Dims, facts: Facts) -> Dims:
+def _contract(call: AtenCall, a: Dims, b: Dims, facts: Facts) -> Dims:
     """Return the dimensions of the product of (… row, inner) and (… inner, column).
 
     A vector has no row or no column. The inner dimensions are unified. If the product is batched,
@@ -72,7 +72,7 @@ def _call_heads(batch: Sequence[Dim], within: Sequence[Dim]) -> None:
 
 
 @rule(aten.scaled_dot_product_attention)
-def _attention(call: Call, facts: Facts) -> Dims:
+def _attention(call: AtenCall, facts: Facts) -> Dims:
     query, key, value = (operand.dims for operand in call.args[:3])
     unify(query[-1], key[-1])
     unify(key[-2], value[-2])
@@ -92,7 +92,7 @@ def _attention(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.einsum)
-def _einsum(call: Call, facts: Facts) -> Dims:
+def _einsum(call: AtenCall, facts: Facts) -> Dims:
     text, tensors = call.args[0].replace(" ", ""), call.args[1]
     shape = call.outs[0].shape
     inputs, arrow, outputs = text.partition("->")
@@ -134,7 +134,7 @@ def _einsum(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten._trilinear)
-def _trilinear(call: Call, facts: Facts) -> Dims:
+def _trilinear(call: AtenCall, facts: Facts) -> Dims:
     """Describe nn.Bilinear.
 
     Three tensors are stretched along new dimensions, multiplied and summed.
@@ -156,7 +156,7 @@ def _trilinear(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten._cdist_forward, aten.cdist)
-def _distances(call: Call, facts: Facts) -> Dims:
+def _distances(call: AtenCall, facts: Facts) -> Dims:
     a, b = (value.dims for value in call.inputs)
     unify(a[-1], b[-1])
     couple(a[-1])
@@ -164,7 +164,7 @@ def _distances(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.linear)
-def _linear(call: Call, facts: Facts) -> Dims:
+def _linear(call: AtenCall, facts: Facts) -> Dims:
     x, weight, *bias = (value.dims for value in call.inputs)
     unify(x[-1], weight[-1])
     for dims in bias:
@@ -173,7 +173,7 @@ def _linear(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.convolution)
-def _convolution(call: Call, facts: Facts) -> Dims:
+def _convolution(call: AtenCall, facts: Facts) -> Dims:
     x, weight, bias, stride, padding, _, transposed, _, groups = call.args[:9]
     out = call.outs[0]
     kernel = weight.shape[2:]
@@ -204,7 +204,7 @@ def _convolution(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.embedding)
-def _embedding(call: Call, facts: Facts) -> Dims:
+def _embedding(call: AtenCall, facts: Facts) -> Dims:
     weight, index = call.args[:2]
     # Tokens look rows up, so that none is cut. A tied output layer may name them.
     fix(weight.dims[0])
@@ -212,7 +212,7 @@ def _embedding(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten._embedding_bag, aten._embedding_bag_forward_only)
-def _embedding_bag(call: Call, facts: Facts) -> Dims:
+def _embedding_bag(call: AtenCall, facts: Facts) -> Dims:
     weight = call.args[0]
     fix(weight.dims[0])
     return (plain(call.outs[0].shape[0]), weight.dims[1])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from fedquilt.family.tracing.atoms import Facts, couple, plain
 from fedquilt.family.tracing.rules.operands import argument, broadcast, dims_argument, pin_all
 from fedquilt.family.tracing.rules.registry import Dims, aten, rule
-from fedquilt.family.tracing.run import Call
+from fedquilt.family.tracing.run import AtenCall
 
 
 @rule(aten._softmax, aten._safe_softmax, aten.softmax, aten._log_softmax, aten.log_softmax)
-def _along(call: Call, facts: Facts) -> Dims:
+def _along(call: AtenCall, facts: Facts) -> Dims:
     x = call.inputs[0]
     for dim in dims_argument(call, "dim", len(x.shape)):
         couple(x.dims[dim])
@@ -17,7 +17,7 @@ def _along(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.cumsum, aten.cumprod, aten.logcumsumexp)
-def _in_order(call: Call, facts: Facts) -> Dims:
+def _in_order(call: AtenCall, facts: Facts) -> Dims:
     x = call.inputs[0]
     # A cut may reorder what it keeps.
     pin_all([x.dims[dim] for dim in dims_argument(call, "dim", len(x.shape))])
@@ -36,7 +36,7 @@ def _in_order(call: Call, facts: Facts) -> Dims:
     aten.std_mean,
 )
 @rule(aten.logsumexp, aten.linalg_vector_norm, aten.norm, aten.all, aten.any)
-def reduce(call: Call, facts: Facts) -> list[Dims]:
+def reduce(call: AtenCall, facts: Facts) -> list[Dims]:
     """Couple the dimensions that are reduced, and return the remaining ones for every output.
 
     With `keepdim`, a reduced dimension remains with size 1.
@@ -54,7 +54,7 @@ def reduce(call: Call, facts: Facts) -> list[Dims]:
 @rule(
     aten.max, aten.min, aten.argmax, aten.argmin, aten.sort, aten.topk, aten.median, aten.kthvalue
 )
-def _ranked(call: Call, facts: Facts) -> list[Dims]:
+def _ranked(call: AtenCall, facts: Facts) -> list[Dims]:
     x = call.inputs[0]
     if len(call.inputs) == 2:
         return [broadcast([x.dims, call.inputs[1].dims], call.outs[0].shape)]  # max(a, b)
@@ -82,7 +82,7 @@ def _ranked(call: Call, facts: Facts) -> list[Dims]:
 
 
 @rule(aten.flip, aten.roll)
-def _reorder(call: Call, facts: Facts) -> Dims:
+def _reorder(call: AtenCall, facts: Facts) -> Dims:
     x = call.args[0]
     reordered = call.args[1] if call.op.overloadpacket is aten.flip else argument(call, "dims")
     pin_all([x.dims[dim] for dim in reordered or range(len(x.dims))])
@@ -90,7 +90,7 @@ def _reorder(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.tril, aten.triu)
-def _triangle(call: Call, facts: Facts) -> Dims:
+def _triangle(call: AtenCall, facts: Facts) -> Dims:
     x = call.args[0]
     pin_all(x.dims[-2:])
     return x.dims  # type: ignore[no-any-return]

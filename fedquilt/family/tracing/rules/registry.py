@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from fedquilt.family.tracing.atoms import Dim, Facts
-from fedquilt.family.tracing.run import Call
+from fedquilt.family.tracing.run import AtenCall
 from fedquilt.hardware.torch_internals import OpOverloadPacket
 
 aten: Any = torch.ops.aten
 Dims = tuple[Dim, ...]
 # A rule returns the dimensions (`Dims`) of the output, or a list of them for several outputs.
-Rule = Callable[[Call, Facts], Any]
+Rule = Callable[[AtenCall, Facts], Any]
 RULES: dict[str, Rule] = {}  # Rules by the qualified name of their operation
 
 

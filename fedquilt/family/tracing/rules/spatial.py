@@ -5,7 +5,7 @@ from __future__ import annotations
 from fedquilt.family.tracing.atoms import Facts, plain
 from fedquilt.family.tracing.rules.operands import pin_all
 from fedquilt.family.tracing.rules.registry import Dims, Rule, aten, rule
-from fedquilt.family.tracing.run import Call
+from fedquilt.family.tracing.run import AtenCall
 
 
 def _spatial(count: int) -> Rule:
@@ -14,7 +14,7 @@ def _spatial(count: int) -> Rule:
     The rule pins these dimensions and keeps all others.
     """
 
-    def pooled(call: Call, facts: Facts) -> list[Dims]:
+    def pooled(call: AtenCall, facts: Facts) -> list[Dims]:
         x = call.inputs[0]
         pin_all(x.dims[-count:])
         return [(*x.dims[:-count], *(plain(n) for n in out.shape[-count:])) for out in call.outs]

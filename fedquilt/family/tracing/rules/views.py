@@ -22,7 +22,7 @@ from fedquilt.family.tracing.atoms import (
 )
 from fedquilt.family.tracing.rules.operands import argument, broadcast, pin_all, unify_all
 from fedquilt.family.tracing.rules.registry import Dims, aten, rule
-from fedquilt.family.tracing.run import Call
+from fedquilt.family.tracing.run import AtenCall
 
 
 @rule(
@@ -35,7 +35,7 @@ from fedquilt.family.tracing.run import Call
     aten.view_copy,
 )
 @rule(aten.flatten, aten.unflatten, aten.view_as, aten.reshape_as)
-def _view(call: Call, facts: Facts) -> Dims:
+def _view(call: AtenCall, facts: Facts) -> Dims:
     x, out = call.inputs[0], call.outs[0]
     if prod(x.shape) != prod(out.shape):  # The bytes are viewed as another dtype.
         pin_all(x.dims)
@@ -52,13 +52,13 @@ def _view(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.permute)
-def _permute(call: Call, facts: Facts) -> Dims:
+def _permute(call: AtenCall, facts: Facts) -> Dims:
     x = call.args[0]
     return tuple(x.dims[dim] for dim in call.args[1])
 
 
 @rule(aten.transpose)
-def _transpose(call: Call, facts: Facts) -> Dims:
+def _transpose(call: AtenCall, facts: Facts) -> Dims:
     x, a, b = call.args
     dims = list(x.dims)
     dims[a], dims[b] = dims[b], dims[a]
@@ -66,24 +66,24 @@ def _transpose(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.t)
-def _t(call: Call, facts: Facts) -> Dims:
+def _t(call: AtenCall, facts: Facts) -> Dims:
     return tuple(call.args[0].dims[::-1])
 
 
 @rule(aten.expand)
-def _expand(call: Call, facts: Facts) -> Dims:
+def _expand(call: AtenCall, facts: Facts) -> Dims:
     return broadcast([call.args[0].dims], call.outs[0].shape)
 
 
 @rule(aten.repeat)
-def _repeat(call: Call, facts: Facts) -> Dims:
+def _repeat(call: AtenCall, facts: Facts) -> Dims:
     x, repeats = call.args
     dims = ((),) * (len(repeats) - len(x.dims)) + x.dims
     return tuple((*plain(times), *dim) for times, dim in zip(repeats, dims, strict=True))
 
 
 @rule(aten.slice)
-def _slice(call: Call, facts: Facts) -> Dims:
+def _slice(call: AtenCall, facts: Facts) -> Dims:
     x, out = call.args[0], call.outs[0]
     dim = (argument(call, "dim") or 0) % len(x.shape)
     start = argument(call, "start") or 0
@@ -118,7 +118,7 @@ def _ranges(dim: Dim, sizes: Sequence[int], facts: Facts) -> list[Dim]:
 
 
 @rule(aten.select, aten.unbind)
-def _select(call: Call, facts: Facts) -> list[Dims]:
+def _select(call: AtenCall, facts: Facts) -> list[Dims]:
     x = call.args[0]
     dim = (argument(call, "dim") or 0) % len(x.shape)
     pin(x.dims[dim])
@@ -130,7 +130,7 @@ def _select(call: Call, facts: Facts) -> list[Dims]:
     aten.split, aten.split_with_sizes, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.chunk
 )
 @rule(aten.unsafe_chunk, aten.tensor_split)
-def _split(call: Call, facts: Facts) -> list[Dims]:
+def _split(call: AtenCall, facts: Facts) -> list[Dims]:
     x = call.args[0]
     dim = (argument(call, "dim") or 0) % len(x.shape)
     sizes = [out.shape[dim] for out in call.outs]
@@ -144,7 +144,7 @@ def _split(call: Call, facts: Facts) -> list[Dims]:
 
 
 @rule(aten.cat)
-def _cat(call: Call, facts: Facts) -> Dims:
+def _cat(call: AtenCall, facts: Facts) -> Dims:
     out = call.outs[0]
     # torch skips tensors of shape (0,).
     tensors = [value for value in call.args[0] if len(value.shape) == len(out.shape)]
@@ -159,7 +159,7 @@ def _cat(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.stack)
-def _stack(call: Call, facts: Facts) -> Dims:
+def _stack(call: AtenCall, facts: Facts) -> Dims:
     tensors, out = call.args[0], call.outs[0]
     along = (argument(call, "dim") or 0) % len(out.shape)
     for tensor in tensors[1:]:
@@ -177,7 +177,7 @@ def _stack(call: Call, facts: Facts) -> Dims:
     aten.reflection_pad3d,
 )
 @rule(aten.replication_pad1d, aten.replication_pad2d, aten.replication_pad3d)
-def _pad(call: Call, facts: Facts) -> Dims:
+def _pad(call: AtenCall, facts: Facts) -> Dims:
     x, pads = call.args[0], list(call.args[1])
     constant = (
         call.op.overloadpacket is aten.constant_pad_nd or argument(call, "mode") == "constant"
@@ -197,7 +197,7 @@ def _pad(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.pixel_shuffle)
-def _pixel_shuffle(call: Call, facts: Facts) -> Dims:
+def _pixel_shuffle(call: AtenCall, facts: Facts) -> Dims:
     x, r = call.args
     *batch, channels, height, width = x.dims
     outer, inner = split(channels, (size(channels) // (r * r), r * r))
@@ -206,7 +206,7 @@ def _pixel_shuffle(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.pixel_unshuffle)
-def _pixel_unshuffle(call: Call, facts: Facts) -> Dims:
+def _pixel_unshuffle(call: AtenCall, facts: Facts) -> Dims:
     x, r = call.args
     *batch, channels, height, width = x.dims
     pin_all((height, width))
@@ -214,7 +214,7 @@ def _pixel_unshuffle(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.channel_shuffle, aten.native_channel_shuffle)
-def _channel_shuffle(call: Call, facts: Facts) -> Dims:
+def _channel_shuffle(call: AtenCall, facts: Facts) -> Dims:
     x, groups = call.args
     batch, channels, *space = x.dims
     outer, inner = split(channels, (groups, size(channels) // groups), ("groups", "inside"))
@@ -223,7 +223,7 @@ def _channel_shuffle(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.im2col)
-def _im2col(call: Call, facts: Facts) -> Dims:
+def _im2col(call: AtenCall, facts: Facts) -> Dims:
     x, kernel = call.args[:2]
     *batch, channels, height, width = x.dims
     pin_all((height, width))
@@ -231,7 +231,7 @@ def _im2col(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.diagonal)
-def _diagonal(call: Call, facts: Facts) -> Dims:
+def _diagonal(call: AtenCall, facts: Facts) -> Dims:
     x = call.args[0]
     removed = [argument(call, name) % len(x.dims) for name in ("dim1", "dim2")]
     pin_all([x.dims[position] for position in removed])
@@ -242,19 +242,19 @@ def _diagonal(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.view_as_complex)
-def _view_as_complex(call: Call, facts: Facts) -> Dims:
+def _view_as_complex(call: AtenCall, facts: Facts) -> Dims:
     *dims, pair = call.args[0].dims
     pin(pair)
     return tuple(dims)
 
 
 @rule(aten.view_as_real)
-def _view_as_real(call: Call, facts: Facts) -> Dims:
+def _view_as_real(call: AtenCall, facts: Facts) -> Dims:
     return (*call.args[0].dims, plain(2))
 
 
 @rule(aten.unfold)
-def _unfold(call: Call, facts: Facts) -> Dims:
+def _unfold(call: AtenCall, facts: Facts) -> Dims:
     x, dim = call.args[:2]
     dims = list(x.dims)
     dim %= len(dims)  # A negative number would count from another end in the result.

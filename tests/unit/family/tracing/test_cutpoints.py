@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from fedquilt.family.stages import make_plan
 from fedquilt.family.tracing.cutpoints import find_cuts
-from fedquilt.family.tracing.run import Run
+from fedquilt.family.tracing.run import RecordedRun
 from fedquilt.family.tracing.tracer import trace_runs
 from fedquilt.models import MODELS, DenseNet
 
 
-def recorded(module: nn.Module, *inputs: Tensor) -> Run:
+def recorded(module: nn.Module, *inputs: Tensor) -> RecordedRun:
     return trace_runs(module, inputs, "inside", None).runs[0]
 
 
