@@ -62,17 +62,20 @@ class Partition:
                 f"{num_clients!r} clients were asked for; {pool.name} can be partitioned among a "
                 "whole number of them, one or more."
             )
-        parts, test_parts = self._deal(pool, num_clients, seed)
+        parts, test_parts = self._divide(pool, num_clients, seed)
         return parts.thinned(
             self.fraction, noise.key(seed, noise.Stream.THINNING), self.max_size
         ), test_parts
 
-    def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
+    def _divide(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
         """Return training and test parts, before `fraction` and `max_size` reduce the former.
 
         A subclass overrides this or `split`. Arguments and result are those of `split`.
         """
-        raise NotImplementedError
+        raise DataError(
+            f"{pool.name} was to be partitioned by {type(self).__name__}; it does not say how. A "
+            "method `split` that returns training and test parts would work."
+        )
 
     def _number(self, pool: Pool, num_clients: int | None) -> int:
         """Return `num_clients`. None, or more clients than training samples, is a DataError."""
@@ -108,7 +111,7 @@ class Partition:
 class Iid(Partition):
     """Shuffle samples and divide them into parts whose sizes differ by at most one sample."""
 
-    def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
+    def _divide(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
         clients = self._number(pool, num_clients)
         counts = len(pool.targets), len(pool.test_targets)
         parts, test_parts = (
@@ -144,7 +147,7 @@ class Dirichlet(Partition):
         super().__post_init__()
         within(self, alpha="(0, inf)", min_size="[1, inf)")
 
-    def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
+    def _divide(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
         clients, (labels, test_labels) = self._number(pool, num_clients), self._labels(pool)
         parts = (
             self._equal(labels, clients, seed)
@@ -220,7 +223,7 @@ class Labels(Partition):
         super().__post_init__()
         within(self, labels="[1, inf)")
 
-    def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
+    def _divide(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
         clients, (labels, test_labels) = self._number(pool, num_clients), self._labels(pool)
         classes = torch.bincount(labels[labels >= 0]).nonzero().flatten()  # Classes with samples.
         if self.labels > len(classes):
@@ -288,7 +291,7 @@ class Quantity(Partition):
         super().__post_init__()
         within(self, sigma="[0, inf)", alpha="(0, inf)", min_size="[1, inf)")
 
-    def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
+    def _divide(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
         clients, count = self._number(pool, num_clients), len(pool.targets)
         if clients * self.min_size > count:
             raise DataError(
@@ -325,7 +328,7 @@ class Natural(Partition):
         super().__post_init__()
         within(self, min_size="[1, inf)")
 
-    def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
+    def _divide(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
         if pool.clients is None:
             raise DataError(
                 f"{pool.name} does not have the client of each sample, by which Natural "
@@ -358,7 +361,7 @@ class Domains(Partition):
     domain, each with half of it.
     """
 
-    def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
+    def _divide(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
         if pool.domains is None:
             raise DataError(
                 f"{pool.name} does not have the domain of each sample, by which Domains "
@@ -398,7 +401,7 @@ class Flwr(Partition):
     # Arguments of the class. They replace our num_partitions, partition_by and seed
     options: dict[str, Any] = field(default_factory=dict)
 
-    def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
+    def _divide(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
         from fedquilt.data.sources.hub import deal_by_flower
 
         parts = deal_by_flower(self.partitioner, self.options, pool, num_clients, seed)

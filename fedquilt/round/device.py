@@ -55,33 +55,26 @@ class DeviceLink(Link):
             return Arrival(None, 0)
         return Arrival(self.unpack(packet, outline, transmission, known).payload, packet.bytes)
 
-    def up(
+    def pack(
         self,
         payload: Payload,
         transmission: Transmission,
-        known: Weights = NOTHING,
+        reference: Weights = NOTHING,
         residual: Weights = NOTHING,
-    ) -> Arrival:
-        """Pack an upload for the reply, and return what the server will make of it.
-
-        The packet is stored in `uploads` by the scope of the job, or None if all of it gets lost.
+    ) -> Packet | None:
+        """Pack a payload as `Link.pack` does, and store the packet of an upload in `uploads`.
 
         Args:
             payload: What the client sends.
             transmission: Client, round and direction.
-            known: Weights that both sides know the client received. Changes from them are coded.
+            reference: Weights that both sides know the client received. Changes from them are
+                coded.
             residual: Error of earlier coding, which is added to the change.
         """
-        packet = self.pack(payload, transmission, known, residual)
-        self.uploads[transmission.job.submodel.scope] = packet
-        if packet is None:
-            return Arrival(None, 0)
-        if not packet.messages:
-            return Arrival(packet.plain, packet.bytes)
-        unpacked = self.unpack(packet, Outline.of(payload), transmission, known)
-        return Arrival(
-            unpacked.payload, packet.bytes, self.error(packet, unpacked, payload, transmission)
-        )
+        packet = super().pack(payload, transmission, reference, residual)
+        if transmission.up:
+            self.uploads[transmission.job.submodel.scope] = packet
+        return packet
 
 
 def device_link(link: Link, arrived: Mapping[str, tuple[Packet | None, Outline]]) -> DeviceLink:

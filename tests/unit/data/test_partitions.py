@@ -533,3 +533,11 @@ def test_the_cost_of_a_partition_depends_on_samples_and_not_on_clients(way):
     assert data.num_clients == clients
     assert data.parts.order.numel() == 3 * clients
     assert data.size(clients - 1) >= 1
+
+
+def test_a_partition_that_does_not_say_how_to_divide_is_refused():
+    class Silent(Partition):
+        """A partition without `split`."""
+
+    with pytest.raises(DataError, match=r"by Silent; it does not say how\. A method `split`"):
+        Silent().split(pool_of(), 3)
