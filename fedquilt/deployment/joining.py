@@ -27,8 +27,11 @@ REFUSED_SECONDS = 120.0  # Time for which a key that is not accepted is tried ag
 def parse_budget(text: str) -> Budget:
     """Return a budget from a text such as `share=0.5` or `memory=2MB,macs=28M`.
 
+    Names are share, macs, params and memory. Units are those of `Budget`: MB is 10^6 bytes, MiB
+    2^20.
+
     Raises:
-        ConfigError: It is none.
+        ConfigError: The text is no budget.
     """
     bounds: dict[str, float | str] = {}
     for part in text.split(","):

@@ -60,7 +60,9 @@ class Address:
     superlink: str | None = None  # Address of a SuperLink on this machine. None: one is started
 
     def check(self) -> None:
-        """Refuse plain HTTP beyond loopback, and keys that are missing or expired.
+        """Refuse plain HTTP beyond loopback, keys that are missing or expired, and far SuperLinks.
+
+        The address of a SuperLink must have a port, and be on this machine.
 
         Raises:
             ConfigError: It says what would work.

@@ -16,11 +16,12 @@ from fedquilt.storage.tensor_files import TensorFile, check_finite
 def load_weights(module: nn.Module, file: str, max_bytes: int = 0, allow_nan: bool = False) -> None:
     """Load the weights of a safetensors file or a run's folder into a module.
 
-    Norm statistics may be missing.
+    Norm statistics that are missing in the file keep the values of the module.
 
     Args:
         module: Module whose weights are overwritten.
-        file: Path of the file, or of the folder of a run.
+        file: Path of the file, or of the folder of a run. A folder gives the server's weights after
+            the last round.
         max_bytes: Bytes that the file may take in memory. 0: half of the free memory.
         allow_nan: Accept values that are NaN or infinite.
 

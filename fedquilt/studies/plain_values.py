@@ -30,15 +30,15 @@ def to_json(
     """Return the numbers of a comparison as plain values.
 
     `entries` has for each row the metric by share (mean, deviation, count and values by seed), the
-    costs, and seeds that are missing or diverged. `verdicts` has for each share the marked row, or
-    null, and the reason.
+    costs, and seeds that are missing or diverged. `verdicts` has for each share the row that is
+    marked as best, or null, and the reason.
 
     Args:
         results: Runs of all rows.
         seeds: Seeds that were planned. Empty: all seeds that any row has.
         metric: Name of the metric. Empty: the main one.
-        target: Value of the metric for which costs are included. None: no such costs.
-        baseline: Row whose best main figure the costs refer to. Empty: no such costs.
+        target: Value of the metric. Costs until a row reaches it are included. None: no such costs.
+        baseline: Row whose best main figure is another such target. Empty: no such costs.
     """
     return _plain(Comparison.of(results, seeds, metric, target, baseline))
 

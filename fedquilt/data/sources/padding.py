@@ -81,7 +81,10 @@ class PaddedPart:
         Args:
             sides: Sides of the result, none shorter than those of the inputs.
             standardise: True: standardise every sample inside of its true shape.
-            name: Name of the data set for messages.
+            name: Name of the data set, which errors begin with.
+
+        Raises:
+            DataError: Inputs, masks and true shapes do not fit each other.
         """
         shapes = self.checked_shapes(name)
         inputs = stacked_inputs(_boxes(self.inputs, shapes), sides, standardise)

@@ -58,7 +58,8 @@ class ClientPass(ABC):
     def __call__(self, view: View) -> State:
         """Return the named tensors that one batch gives. `view` has the batch and runs nets on it.
 
-        The function must be pure, because it may be called under `vmap`.
+        `merged` combines the results of all batches. The function must be pure, because it may be
+        called under `vmap`.
         """
 
     @abstractmethod
