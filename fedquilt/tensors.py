@@ -1,16 +1,19 @@
-"""Weights concatenated into one vector, so that one operation handles all of them.
+"""Weights concatenated into one vector, and a bounded cache for tensors.
 
 On a GPU a model has many small weights, and one kernel launch per weight costs more than the
 arithmetic. With one vector, a cut is one gather and a merge is one scatter. The offsets of a cut's
 entries in the vector depend on two things. The member's shape is handled once, by `Map`. The
 positions that the cut keeps are filled in for each cut, by `Map.fill`.
+
+`BoundedCache` keeps what is costly to compute and too large to keep for a whole run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +22,8 @@ from fedquilt.axes import Dims, Expr, Positions, axes_in, positions_of, size_of
 from fedquilt.hardware.device import to_device_async
 
 Weights = Mapping[str, Tensor]
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 class Flat:
@@ -158,3 +163,60 @@ class Map:
         for reached in self._reached:
             offsets = offsets + steps.index_select(0, reached)
         return offsets
+
+
+class BoundedCache(Generic[K, V]):
+    """Results by key, of which the oldest are dropped if their sizes exceed a limit together.
+
+    The newest result is always kept. Looking a result up does not make it newer.
+    """
+
+    def __init__(self, limit: int, size: Callable[[V], int] | None = None) -> None:
+        """Create an empty cache.
+
+        Args:
+            limit: Largest sum of sizes.
+            size: Returns the size of a result, such as its bytes. None: every result has size 1.
+        """
+        self._limit = limit
+        self._size = size
+        self._total = 0
+        self._results: dict[K, V] = {}
+
+    def __len__(self) -> int:
+        """Return the number of cached results."""
+        return len(self._results)
+
+    def get(self, key: K, compute: Callable[[], V]) -> V:
+        """Return the result of a key, which is computed and cached if it is missing.
+
+        A full cache drops its oldest result before it computes, so that both need not fit into
+        memory at once.
+
+        Args:
+            key: Key of the result.
+            compute: Returns the result. It is called only if the cache does not have it.
+        """
+        try:
+            return self._results[key]
+        except KeyError:
+            pass
+        while self._results and self._total >= self._limit:
+            self._drop_oldest()
+        result = compute()
+        self._results[key] = result
+        self._total += self._size_of(result)
+        while len(self._results) > 1 and self._total > self._limit:
+            self._drop_oldest()
+        return result
+
+    def clear(self) -> None:
+        """Drop all results."""
+        self._results.clear()
+        self._total = 0
+
+    def _drop_oldest(self) -> None:
+        self._total -= self._size_of(self._results.pop(next(iter(self._results))))
+
+    def _size_of(self, result: V) -> int:
+        return 1 if self._size is None else self._size(result)

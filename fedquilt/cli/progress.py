@@ -100,6 +100,33 @@ def watch_bar(
     return watch
 
 
+def counted_bars(console: Console, *texts: str, transient: bool = False) -> Progress:
+    """Return bars with a description, counts and the time left.
+
+    Args:
+        console: Terminal that shows them.
+        *texts: Templates of further columns, such as "{task.fields[figures]}".
+        transient: True: the bars disappear at the end.
+    """
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        *map(TextColumn, texts),
+        console=console,
+        transient=transient,
+    )
+
+
 def round_bars(console: Console) -> Progress:
     """Return an empty set of progress bars with rounds, rate, time left and figures.
 

@@ -350,6 +350,7 @@ def progress_bars(console: Console) -> Iterator[Report]:
     It yields a function that is called with the step's name, how much is done, and how much there
     is.
     """
+    from fedquilt.cli.progress import counted_bars
     from fedquilt.cli.show import say
 
     if not console.is_terminal:
@@ -363,21 +364,7 @@ def progress_bars(console: Console) -> Iterator[Report]:
         yield by_line
         return
 
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bars:
+    with counted_bars(console, transient=True) as bars:
         tasks = {}
 
         def report(step: str, done: int, total: int) -> None:

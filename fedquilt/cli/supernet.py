@@ -397,6 +397,7 @@ def _progress(console: Console) -> Iterator[Watch]:
 
     It yields a function that is called with the progress of the training.
     """
+    from fedquilt.cli.progress import counted_bars
     from fedquilt.cli.show import say
     from fedquilt.supernet import SupernetProgress
 
@@ -414,22 +415,7 @@ def _progress(console: Console) -> Iterator[Watch]:
         yield by_line
         return
 
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[figures]}"),
-    )
-    with Progress(*columns, console=console) as bars:
+    with counted_bars(console, "{task.fields[figures]}") as bars:
         task = bars.add_task("epochs", total=None, figures="")
 
         def watch(progress: SupernetProgress) -> None:

@@ -6,9 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor, nn
 
 from fedquilt.data.parts import Array
 from fedquilt.deploy.comparison import BATCHES, comparison_batches, largest_difference
@@ -30,10 +31,13 @@ from fedquilt.family.union import alone
 from fedquilt.names import known
 from fedquilt.storage.files import why, write
 from fedquilt.storage.tensor_files import TensorFile
-from fedquilt.terms import Budget
+from fedquilt.terms import Budget, Submodels
 
 if TYPE_CHECKING:
     from fedquilt.deploy.trained import TrainedRun
+    from fedquilt.family import Family
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -97,14 +101,9 @@ def export(  # noqa: PLR0913  # Options of `Run.export`
     writer = FORMATS[kind]()
     writer.check()
     deployment = deployed(run, budget, client, norms, samples)
-    by_default = robustness is None and deployment.family.adjustable
-    robustness = 0.0 if by_default else robustness
-    module = deployment.module(robustness).cpu().requires_grad_(False)
-    if any(weight.dtype == torch.float64 for weight in module.parameters()):
-        module = module.float()  # other runtimes have few kernels for more
-    batches, compared = comparison_batches(
-        run, [size for size in BATCHES if size > 1 or deployment.norms.stores]
-    )
+    target = _Target(run, path, kind, deployment.family, deployment.norms, robustness)
+    module = _in_float32(deployment.module(target.robustness).cpu()).requires_grad_(False)
+    batches, compared = target.comparison_batches()
     note = {
         **about(run, deployment.family, deployment.nets),
         "format": "model",
@@ -112,29 +111,13 @@ def export(  # noqa: PLR0913  # Options of `Run.export`
         "share": rounded(deployment.share),
         "client": client,
         "norms": deployment.norms.name,
-        "robustness": robustness,
+        "robustness": target.robustness,
         "nets": [net.to_dict() for net in deployment.nets],
     }
     model = WrittenModel(module, deployment, batches[0], note)
     data = writer.write(model)
     difference = largest_difference(module, writer.read(data, model), batches, kind)
-    cost = deployment.cost
-    return Exported(
-        format=kind,
-        file=str(path),
-        bytes=_written(path, data),
-        params=cost.params,
-        macs=cost.macs,
-        memory=cost.inference,
-        share=note["share"],
-        max_difference=difference,
-        nets=len(deployment.nets),
-        norms=deployment.norms.name,
-        compared=compared,
-        robustness=robustness,
-        robustness_by_default=by_default,
-        round=run.server.round,
-    )
+    return target.write(data, compared, [(deployment.nets, difference)])[0]
 
 
 def export_sizes(  # noqa: PLR0913  # Options of `Run.export`
@@ -183,46 +166,93 @@ def export_sizes(  # noqa: PLR0913  # Options of `Run.export`
     family, _, _ = alone(
         run.world.family, WeightSource(run, client).nets(Budget(share=model.shares[0]))
     )
-    by_default = robustness is None and family.adjustable
-    robustness = 0.0 if by_default else robustness
-    model.set(robustness=robustness)
-    if any(weight.dtype == torch.float64 for weight in model.parameters()):
-        model = model.float()
-    batches, compared = comparison_batches(
-        run, [size for size in BATCHES if size > 1 or norms_of(run, norms, client).stores]
-    )
+    target = _Target(run, path, kind, family, norms_of(run, norms, client), robustness)
+    model = _in_float32(model.set(robustness=target.robustness))
+    batches, compared = target.comparison_batches()
     data = b"".join(model.blob().chunks())
     written = TensorFile.of(data, str(path))
     restored = CustomizableModel.restored(
         family, written.tensors(torch.device("cpu"), sealed=True), written.note
     )
-    differences = {
-        share: largest_difference(model.set(share), restored.set(share), batches, kind)
+    differences = [
+        largest_difference(model.set(share), restored.set(share), batches, kind)
         for share in model.shares
-    }
-    num_bytes = _written(path, data)
-    results = []
-    for share, difference in differences.items():
-        nets = model.plan.nets_at(share)
-        cost = total_cost(family, nets)
-        exported = Exported(
-            format=kind,
-            file=str(path),
-            bytes=num_bytes,
-            params=cost.params,
-            macs=cost.macs,
-            memory=cost.inference,
-            share=rounded(total_share(family, nets)),
-            max_difference=difference,
-            nets=len(nets),
-            norms=model.norms,
-            compared=compared,
-            robustness=robustness,
-            robustness_by_default=by_default,
-            round=run.server.round,
+    ]
+    nets = [model.plan.nets_at(share) for share in model.shares]
+    return target.write(data, compared, list(zip(nets, differences, strict=True)))
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The file that an export writes, and what its models have in common."""
+
+    run: TrainedRun
+    path: Path  # File to write.
+    format: str  # Name of the format.
+    family: Family  # Family of the exported nets.
+    norms: NormPolicy  # Norm policy of the exported nets.
+    requested_robustness: float | None  # Robustness that was asked for. None: none was.
+
+    @property
+    def robustness(self) -> float | None:
+        """Return the robustness λ that is exported. None: there are no dual norms."""
+        return 0.0 if self.robustness_by_default else self.requested_robustness
+
+    @property
+    def robustness_by_default(self) -> bool:
+        """Return True if norms have a robustness and none was asked for."""
+        return self.requested_robustness is None and self.family.adjustable
+
+    def comparison_batches(self) -> tuple[list[Tensor], str]:
+        """Return batches of inputs on which outputs are compared, and where they are from.
+
+        Norms that use the statistics of the batch need more than one sample.
+        """
+        return comparison_batches(
+            self.run, [size for size in BATCHES if size > 1 or self.norms.stores]
         )
-        results.append(exported)
-    return results
+
+    def write(
+        self, data: bytes, compared: str, models: Sequence[tuple[Submodels, float]]
+    ) -> list[Exported]:
+        """Write the file, and return an entry for each of its models.
+
+        Args:
+            data: Content of the file.
+            compared: Inputs on which outputs were compared.
+            models: Nets of each model, and its largest difference from torch.
+
+        Raises:
+            RecordError: The file cannot be written.
+        """
+        num_bytes = _written(self.path, data)
+        costs = [total_cost(self.family, nets) for nets, _ in models]
+        return [
+            Exported(
+                format=self.format,
+                file=str(self.path),
+                bytes=num_bytes,
+                params=cost.params,
+                macs=cost.macs,
+                memory=cost.inference,
+                share=rounded(total_share(self.family, nets)),
+                max_difference=difference,
+                nets=len(nets),
+                norms=self.norms.name,
+                compared=compared,
+                robustness=self.robustness,
+                robustness_by_default=self.robustness_by_default,
+                round=self.run.server.round,
+            )
+            for (nets, difference), cost in zip(models, costs, strict=True)
+        ]
+
+
+def _in_float32(module: M) -> M:
+    """Return a module without float64 weights, for which other runtimes have few kernels."""
+    if any(weight.dtype == torch.float64 for weight in module.parameters()):
+        return module.float()
+    return module
 
 
 def rounded(share: float) -> float:

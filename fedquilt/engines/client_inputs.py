@@ -32,6 +32,7 @@ from fedquilt.round.training.batches import batched, itinerary
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.passes import ClientPass
 from fedquilt.round.training.public import PublicRows, drawn_positions, public_rows
+from fedquilt.tensors import BoundedCache
 from fedquilt.terms import Extras, Job, Payload, Server, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -75,9 +76,12 @@ class ClientInputs(Engine):
         self._federation: Federation | None = None
         self.once = Once(_log)  # Logs each warning once per federation, which is one run
         # Cuts of the server's state, by slot, sub-model and names of weights.
-        self._cuts: dict[tuple[str, Submodel, tuple[str, ...]], dict[str, Tensor]] = {}
+        self._cuts: BoundedCache[tuple[str, Submodel, tuple[str, ...]], dict[str, Tensor]] = (
+            BoundedCache(MAX_CACHED_CUTS)
+        )
         self._cut_from: Weights | None = None  # Weights that the cached cuts are cut from
-        self._classes: dict[int, Tensor] = {}  # Class masks by client
+        # Class masks by client
+        self._classes: BoundedCache[int, Tensor] = BoundedCache(MAX_CACHED_CLASSES)
         self._attackable: set[PGD] = set()  # Attacks whose range has been checked
         # Seed, and positions shuffled by it, of each set.
         self._orders: dict[SampleSet, tuple[int, Tensor]] = {}
@@ -158,12 +162,10 @@ class ClientInputs(Engine):
             submodel: Positions to cut out.
             names: Weights to cut.
         """
-        key = slot, submodel, names
-        if key not in self._cuts:
-            if len(self._cuts) >= MAX_CACHED_CUTS:
-                self._cuts.pop(next(iter(self._cuts)))
-            self._cuts[key] = self.world.family.cutter.gather(weights, submodel, names)
-        return self._cuts[key]
+        return self._cuts.get(
+            (slot, submodel, names),
+            lambda: self.world.family.cutter.gather(weights, submodel, names),
+        )
 
     # --- batches ---------------------------------------------------------------------------------
 
@@ -345,11 +347,7 @@ class ClientInputs(Engine):
         """
         if self._is_public:
             return torch.ones(self.world.family.num_outputs, dtype=torch.bool)
-        if client not in self._classes:
-            if len(self._classes) >= MAX_CACHED_CLASSES:
-                self._classes.pop(next(iter(self._classes)))
-            self._classes[client] = classes_held(self.world, self.data, client)
-        return self._classes[client]
+        return self._classes.get(client, lambda: classes_held(self.world, self.data, client))
 
     def macs(self, client: int, learner: Learner, member: Member, sizes: Sequence[int]) -> int:
         """Return the multiply-accumulate operations of a client in one round.

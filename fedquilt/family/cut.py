@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from fedquilt.family.rows import (
     take,
 )
 from fedquilt.hardware.torch_internals import foreach_add_
-from fedquilt.tensors import Flat, Map
+from fedquilt.tensors import BoundedCache, Flat, Map
 from fedquilt.terms import Arch, Submodel, Weights
 
 WHOLE = Index()  # Every axis has all positions.
@@ -155,10 +156,9 @@ class Cutter:
         self.sizes = dict(sizes)
         self.flat = flat
         self._names = names
-        self._memory = memory
-        self._rows: dict[tuple[Index, Index], dict[str, Rows]] = {}
-        self._maps: dict[Hashable, Map] = {}
-        self._places: dict[Hashable, Tensor] = {}
+        self._rows: BoundedCache[tuple[Index, Index], dict[str, Rows]] = BoundedCache(memory)
+        self._maps: BoundedCache[Hashable, Map] = BoundedCache(MAX_MAP_BYTES, attrgetter("nbytes"))
+        self._offsets: BoundedCache[Hashable, Tensor] = BoundedCache(MAX_CACHED_CUTS)
         self._having: dict[frozenset[str], frozenset[str]] = {}
         self._axes = {
             name: frozenset(axis for dim in weight_dims for axis in axes_in(dim))
@@ -174,16 +174,11 @@ class Cutter:
             within: Cut that the positions count within. By default they count within the server's
                 state.
         """
-        cached = self._rows.get((index, within))
-        if cached is None:
-            # Random cuts never recur, so the oldest is dropped.
-            if len(self._rows) >= self._memory:
-                self._rows.pop(next(iter(self._rows)))
-            cached = self._rows[index, within] = {}
-        if name not in cached:
+        rows_by_name = self._rows.get((index, within), dict)
+        if name not in rows_by_name:
             sizes = self.sizes | {axis: len(positions) for axis, positions in within.items()}
-            cached[name] = kept_rows(self.dims[name], index, sizes)
-        return cached[name]
+            rows_by_name[name] = kept_rows(self.dims[name], index, sizes)
+        return rows_by_name[name]
 
     def _with(self, axes: frozenset[str]) -> frozenset[str]:
         """Return the names of the weights that have at least one of these axes. It is cached."""
@@ -406,25 +401,16 @@ class Cutter:
         )
         key = tuple(whole.shapes), device
         shape = tuple((axis, len(positions)) for axis, positions in index.items()), *key
-        if shape not in self._maps:
+
+        def new_map() -> Map:
             cut = [name for name in whole.shapes if name in narrowed]
-            self._maps[shape] = Map(
-                self.dims, self.sizes, dict(shape[0]), whole.starts, cut, device
-            )
-            while (
-                len(self._maps) > 1
-                and sum(cached_map.nbytes for cached_map in self._maps.values()) > MAX_MAP_BYTES
-            ):
-                self._maps.pop(next(iter(self._maps)))
-        map_of_shape = self._maps[shape]
-        if (index, *key) not in self._places:
-            if len(self._places) >= MAX_CACHED_CUTS:
-                self._places.pop(next(iter(self._places)))
-            self._places[index, *key] = map_of_shape.fill(index)
-        flat_positions = self._places[index, *key]
+            return Map(self.dims, self.sizes, dict(shape[0]), whole.starts, cut, device)
+
+        map_of_shape = self._maps.get(shape, new_map)
+        offsets = self._offsets.get((index, *key), lambda: map_of_shape.fill(index))
         if names == list(map_of_shape.spans):
-            return flat_positions
-        return torch.cat([flat_positions[slice(*map_of_shape.spans[name])] for name in names])
+            return offsets
+        return torch.cat([offsets[slice(*map_of_shape.spans[name])] for name in names])
 
     # --- cuts of cuts ----------------------------------------------------------------------------
 

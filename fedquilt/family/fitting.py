@@ -11,20 +11,19 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from fedquilt.axes import Axis
 from fedquilt.errors import BudgetError
 from fedquilt.family.cost import TrainingStep
 from fedquilt.family.member import Member
 from fedquilt.family.variants import JOIN, joined, members_of
+from fedquilt.tensors import BoundedCache
 from fedquilt.terms import Arch, Budget, Submodel
 
 if TYPE_CHECKING:
     from fedquilt.family.family import Family, Rounding
 
-K = TypeVar("K")
-V = TypeVar("V")
 # Budgets whose result a family caches. Searching again needs no run of the module.
 MAX_CACHED_FITS = 16_384
 
@@ -51,14 +50,11 @@ class Fitter:
             assert budget.share is not None
             return budget.share
         key = budget, rounding, step if budget.memory else None
-        share = self._shares.get(key)
-        if share is None:
-            share = remember(self._shares, key, self._search(*key))
-        return share
+        return self._shares.get(key, lambda: self._search(*key))
 
     @cached_property
-    def _shares(self) -> dict[tuple[Budget, Rounding, TrainingStep | None], float]:
-        return {}
+    def _shares(self) -> BoundedCache[tuple[Budget, Rounding, TrainingStep | None], float]:
+        return BoundedCache(MAX_CACHED_FITS)
 
     def _search(self, budget: Budget, rounding: Rounding, step: TrainingStep | None) -> float:
         """Return the largest share of every axis whose member is within a budget.
@@ -147,17 +143,15 @@ class Fitter:
             step: Training step that a limit on memory is about. None: it is about inference.
         """
         key = nets, budget, step if budget.memory else None
-        phrases = self._excess.get(key)
-        if phrases is None:
-            excesses = (*self._widths_over(nets, budget), *self._costs_over(*key))
-            phrases = remember(self._excess, key, excesses)
-        return phrases
+        return self._excess.get(
+            key, lambda: (*self._widths_over(nets, budget), *self._costs_over(*key))
+        )
 
     @cached_property
     def _excess(
         self,
-    ) -> dict[tuple[tuple[Member, ...], Budget, TrainingStep | None], tuple[str, ...]]:
-        return {}
+    ) -> BoundedCache[tuple[tuple[Member, ...], Budget, TrainingStep | None], tuple[str, ...]]:
+        return BoundedCache(MAX_CACHED_FITS)
 
     def _widths_over(self, nets: tuple[Member, ...], budget: Budget) -> list[str]:
         """Return a phrase for the first dimension of which nets have too many channels together.
@@ -416,20 +410,6 @@ def last_within(need: Need, limit: float, count: int) -> int:
         number = low + reach if fits else high - reach
         step *= 2
     return low
-
-
-def remember(cache: dict[K, V], key: K, value: V) -> V:
-    """Add a result to a cache for budgets, and return it. A full cache drops its oldest entry.
-
-    Args:
-        cache: The cache, which is changed.
-        key: Key of the result.
-        value: The result.
-    """
-    if len(cache) >= MAX_CACHED_FITS:
-        cache.pop(next(iter(cache)))
-    cache[key] = value
-    return value
 
 
 def _bisected(estimate: Callable[[int], float], limit: float, low: int, high: int) -> int:

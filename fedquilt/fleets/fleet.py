@@ -13,12 +13,10 @@ from fedquilt.checks import missing, outside, refuse, whole
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.fleets.availability import AVAILABILITY, Availability, Diurnal, Presence, Trace
 from fedquilt.fleets.budgets import (
-    BudgetAssignment,
     Budgets,
     Which,
     in_portions,
     in_turn,
-    warn_of_portions,
 )
 from fedquilt.fleets.presets import FIVE_SHARES, FLEETS, Given, Uniform
 from fedquilt.names import known
@@ -93,16 +91,13 @@ class Fleet:
             availability: Rounds in which clients are available. None: always.
             seed: Random seed of random budgets and of availability.
         """
-        _check_count(num_clients)
         if isinstance(shares, Mapping):
             raise ConfigError(
                 f"Fleet.of was given the portions {dict(shares)}; it gives every share to as many "
                 "clients. Fleet.mixed takes portions."
             )
         budgets = shares if isinstance(shares, Budgets) else Given(in_turn(shares, 0)[0])
-        assignment = budgets.assign(num_clients, seed)
-        fleet = _fleet(assignment, cohort, dynamic, availability, seed)
-        return fleet._remembering(budgets, availability, seed)
+        return _assigned(budgets, num_clients, cohort, dynamic, availability, seed)
 
     @staticmethod
     def mixed(
@@ -124,12 +119,10 @@ class Fleet:
             availability: Rounds in which clients are available. None: always.
             seed: Random seed of availability.
         """
-        _check_count(num_clients)
-        assignment = in_portions(list(portions), list(portions.values()), num_clients)
-        warn_of_portions(list(portions.values()))
-        budgets = Given(assignment[0], tuple(map(float, portions.values())))
-        fleet = _fleet(assignment, cohort, dynamic, availability, seed)
-        return fleet._remembering(budgets, availability, seed)
+        # Portions are checked for no clients first, so that messages have them as they were given.
+        kinds, _ = in_portions(list(portions), list(portions.values()), 0)
+        budgets = Given(kinds, tuple(map(float, portions.values())))
+        return _assigned(budgets, num_clients, cohort, dynamic, availability, seed)
 
     @property
     def settings(self) -> Devices | None:
@@ -364,23 +357,35 @@ def _share(name: str) -> float:
         ) from error
 
 
-def _check_count(num_clients: int) -> None:
-    if not whole(num_clients, 1):
-        raise ConfigError(
-            f"a fleet of {num_clients!r} clients was asked for; whole numbers from 1 on fit."
-        )
-
-
-def _fleet(
-    assignment: BudgetAssignment,
+def _assigned(
+    budgets: Budgets,
+    num_clients: int,
     cohort: int | float,
     dynamic: bool,
     availability: Availability | None,
     seed: int,
 ) -> Fleet:
-    kinds, which = assignment
+    """Return a fleet whose budgets a rule assigns. Arguments are those of `Fleet.of`.
+
+    Args:
+        budgets: Rule that assigns budgets.
+        num_clients: Number of clients.
+        cohort: Clients per round: a number (int), or a part of all (float in (0, 1]).
+        dynamic: True redraws the budget of every client each round, in the same proportions.
+        availability: Rounds in which clients are available. None: always.
+        seed: Random seed of random budgets and of availability.
+
+    Raises:
+        ConfigError: The number of clients is no whole number from 1 on.
+    """
+    if not whole(num_clients, 1):
+        raise ConfigError(
+            f"a fleet of {num_clients!r} clients was asked for; whole numbers from 1 on fit."
+        )
+    kinds, which = budgets.assign(num_clients, seed)
     presence = availability.presence(len(which), seed) if availability else None
-    return Fleet(kinds, which, cohort_size(cohort, len(which)), dynamic, presence)
+    fleet = Fleet(kinds, which, cohort_size(cohort, len(which)), dynamic, presence)
+    return fleet._remembering(budgets, availability, seed)
 
 
 def cohort_size(cohort: int | float, num_clients: int) -> int:

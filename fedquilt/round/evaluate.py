@@ -197,9 +197,7 @@ def _clients_with_memory(
     """
     seed = federation.world.seed
     pool = sorted({client for client, scope in server.memory if not scope})
-    count = min(how.clients, len(pool))
-    positions = noise.choose(noise.key(seed, noise.Stream.TESTED_CLIENTS), count, len(pool))
-    clients = [pool[position] for position in positions]
+    clients = _drawn(pool, min(how.clients, len(pool)), seed)
     return [
         fleet.client(client, server.last(client), seed, engine.size(client)) for client in clients
     ]
@@ -472,14 +470,25 @@ def _tested_clients(
     if personal and count < fleet.num_clients:
         trained = sorted({client for client, _ in server.memory})
         pool = trained if len(trained) >= count else pool
-    positions = noise.choose(noise.key(seed, noise.Stream.TESTED_CLIENTS), count, len(pool))
-    clients = [pool[position] for position in positions]
+    clients = _drawn(pool, count, seed)
     # A budget may change from round to round. A personal model has the budget of the round in which
     # its client trained last.
     rounds = {client: server.last(client) if personal else server.round for client in clients}
     return [
         fleet.client(client, round, seed, engine.size(client)) for client, round in rounds.items()
     ]
+
+
+def _drawn(pool: Sequence[int], count: int, seed: int) -> list[int]:
+    """Draw the clients that are tested, in the order of the pool.
+
+    Args:
+        pool: Clients to draw from.
+        count: Number of clients to draw.
+        seed: Random seed of the run.
+    """
+    positions = noise.choose(noise.key(seed, noise.Stream.TESTED_CLIENTS), count, len(pool))
+    return [pool[position] for position in positions]
 
 
 def _in_batches(clients: list[Client], count: int = 16) -> Iterator[list[Client]]:

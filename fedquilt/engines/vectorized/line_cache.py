@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from operator import attrgetter
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from fedquilt.engines.vectorized.lines import Inner, Lines
 from fedquilt.family.member import Member
 from fedquilt.round.training.regions import Region
+from fedquilt.tensors import BoundedCache
 
 if TYPE_CHECKING:
     from fedquilt.engines.vectorized.engine import Vectorized
@@ -30,7 +32,9 @@ class LineCache:
 
     def __init__(self, engine: Vectorized) -> None:
         self._engine = engine
-        self._masks: dict[Hashable, Tensor] = {}
+        self._masks: BoundedCache[Hashable, Tensor] = BoundedCache(
+            MAX_MASK_BYTES, attrgetter("nbytes")
+        )
         # Nested nets that at least one client group uses.
         self.nested: WeakValueDictionary[Hashable, Inner] = WeakValueDictionary()
 
@@ -47,23 +51,17 @@ class LineCache:
         Returns:
             Booleans of shape (1, entry).
         """
-        key = member, moves, lines.channels_last
-        if key not in self._masks:
+
+        def new_mask() -> Tensor:
             masks = {}
             for name, shape in lines.shapes.items():
                 mask = moves.mask(member, name)
                 masks[name] = (
                     mask[None] if isinstance(mask, Tensor) else torch.full((1, *shape), mask)
                 )
-            self._masks[key] = lines.join(masks).to(self._engine.device)
-            while len(self._masks) > 1 and self._mask_bytes > MAX_MASK_BYTES:
-                self._masks.pop(next(iter(self._masks)))
-        return self._masks[key]
+            return lines.join(masks).to(self._engine.device)
 
-    @property
-    def _mask_bytes(self) -> int:
-        """Return the bytes of all cached masks."""
-        return sum(mask.numel() for mask in self._masks.values())
+        return self._masks.get((member, moves, lines.channels_last), new_mask)
 
     def nested_net(self, member: Member, inner: Member, lines: Lines) -> Inner:
         """Return the positions of a nested net in the weights of a member.

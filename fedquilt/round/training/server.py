@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Self
 
 from torch import Tensor
 
@@ -62,6 +62,19 @@ class ServerTraining:
     def steps_per_check(self) -> int:
         """Return the steps between two comparisons: `check_every`, or `steps` if that is less."""
         return min(self.check_every, self.steps)
+
+    def shortened(self) -> Self:
+        """Return settings with at most four steps of four samples, for tests.
+
+        The optimizer is SGD, because Adam amplifies rounding errors.
+        """
+        return replace(
+            self,
+            optimizer=SGD(lr=0.05),
+            batch_size=4,
+            check_every=2,
+            steps=min(4, self.steps),
+        )
 
     def rate_factor(self, check: int) -> float:
         """Return the factor of the learning rate in the steps before a comparison.

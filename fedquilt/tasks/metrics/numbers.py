@@ -29,14 +29,18 @@ class _OfNumbers(SumMetric):
         return outputs.reshape(targets.shape).double() - targets.double()
 
 
+def _sum_and_count(errors: Tensor) -> Tensor:
+    """Return the sum of errors and their number, (2,)."""
+    return torch.stack([errors.sum(), torch.ones_like(errors).sum()])
+
+
 @dataclass(frozen=True)
 class RMSE(_OfNumbers):
     """Root of the mean squared error, over all columns together."""
 
     @override
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        squares = self._errors(outputs, targets).square()
-        return torch.stack([squares.sum(), torch.ones_like(squares).sum()])
+        return _sum_and_count(self._errors(outputs, targets).square())
 
     @override
     def value(self, total: Tensor) -> float:
@@ -49,8 +53,7 @@ class MAE(_OfNumbers):
 
     @override
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        errors = self._errors(outputs, targets).abs()
-        return torch.stack([errors.sum(), torch.ones_like(errors).sum()])
+        return _sum_and_count(self._errors(outputs, targets).abs())
 
     @override
     def value(self, total: Tensor) -> float:

@@ -30,8 +30,8 @@ DIMS = {
 ONE_NET = tuple(DIMS)
 
 
-def cutter(flat: bool | None = None) -> Cutter:
-    return Cutter(DIMS, SIZES, flat=flat)
+def cutter(flat: bool | None = None, memory: int = 256) -> Cutter:
+    return Cutter(DIMS, SIZES, memory, flat)
 
 
 @st.composite

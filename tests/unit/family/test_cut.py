@@ -183,8 +183,7 @@ def test_common_is_the_intersection_in_the_order_of_the_first(one, other):
 
 
 def test_the_cutter_drops_old_cuts_and_computes_them_again():
-    cutter = cuts.cutter()
-    cutter._memory = 2
+    cutter = cuts.cutter(memory=2)
     found = [cutter.rows("bias", Index({"class": Positions.prefix(n)})) for n in (1, 2, 3, 4, 1)]
     assert [len(kept) for (kept,) in found] == [1, 2, 3, 4, 1]
     assert len(cutter._rows) <= 2
@@ -271,5 +270,5 @@ def test_caches_of_positions_and_maps_are_bounded(monkeypatch):
                 cutter.gather(whole, one, NAMES)["square"],
                 cuts.pick(whole["square"], "square", one.index),
             )
-    assert len(cutter._places) <= 2
+    assert len(cutter._offsets) <= 2
     assert len(cutter._maps) == 1
