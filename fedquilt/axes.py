@@ -39,9 +39,11 @@ class Positions:
     def window(start: int, count: int, size: int) -> Positions:
         """Return a window of consecutive positions, wrapping at the end (FedRolex, equation 4).
 
+        A window of all positions begins at 0, whatever its start.
+
         Args:
             start: First position. It is taken modulo `size`.
-            count: Number of positions.
+            count: Number of positions. At most `size` are returned.
             size: Size of the axis.
         """
         start %= size
@@ -216,7 +218,7 @@ def parse(text: str) -> Dims:
     a `Product`.
 
     Raises:
-        ValueError: Parentheses are unbalanced, or a sum has none.
+        ValueError: Parentheses are unbalanced, or missing around a sum.
     """
     tokens = _TOKEN.findall(text)
     cursor = 0

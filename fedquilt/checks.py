@@ -19,7 +19,10 @@ from fedquilt.errors import ConfigError
 
 @dataclass(frozen=True)
 class Check:
-    """A check of a setting, for `Annotated[kind, Check(why)]`."""
+    """A check of a setting, for `Annotated[kind, Check(why)]`.
+
+    It only holds the function. Reading a configuration calls it, and reports what it returns.
+    """
 
     why: Callable[[Any], str]  # Returns what is wrong with a value, or "" if it is valid.
 

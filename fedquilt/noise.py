@@ -236,7 +236,7 @@ def choose(word: int, count: int, among: int) -> list[int]:
 
     Args:
         word: Key.
-        count: How many numbers are drawn.
+        count: How many numbers are drawn, at most `among`.
         among: Numbers are drawn from 0 to `among` - 1.
     """
     selected: set[int] = set()

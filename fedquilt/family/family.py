@@ -60,7 +60,10 @@ class Family(TracedModel):
 
     @property
     def tracing(self) -> Tracing | JoinedTracings | None:
-        """Return the arguments that the family was traced with. None: it was not traced here."""
+        """Return the arguments that the family was traced with.
+
+        It is None for a family from a file, and for one of `seeded`, `bare` or `alone`.
+        """
         return self._traced
 
     # --- what running the model shows ------------------------------------------------------------
@@ -181,6 +184,9 @@ class Family(TracedModel):
             variant: One of `variants`, or several joined (`fedquilt.family.variants.joined`). The
                 first net of a union may also be named by its own name.
             trains: Names of parts. (): all weights of the variant are trained.
+
+        Raises:
+            SubmodelError: There is no such variant. Parts are not checked here.
         """
         base = self._base or self
         variant = self.layout.known_as(variant)
@@ -196,7 +202,7 @@ class Family(TracedModel):
     def staged(self, stages: int | str | Sequence[str] | None = None) -> Family:
         """Return the family with the stages of a growing model among its variants.
 
-        It is traced once for each request.
+        Each request is traced at most once. Later calls return the same family.
 
         Args:
             stages: Stages as in `fedquilt.with_stages`. None: the stages that the family has, or
@@ -234,8 +240,8 @@ class Family(TracedModel):
     def alone(self, variant: str) -> Family:
         """Return the family of one net of a union, which `variant` names. It is cached.
 
-        Weights and axes have the names that they have in the net's own module. Only unions may be
-        asked.
+        Weights and axes have the names that they have in the net's own module. The family must be
+        a union.
         """
         base = self._base or self
         variant = base.layout.known_as(variant)
@@ -484,7 +490,7 @@ class Family(TracedModel):
     # --- on disk ---------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the layout to `path` as JSON.
+        """Write the layout to `path` as JSON, without weights. An existing file is replaced.
 
         Another machine can then train members without tracing.
         """
@@ -501,7 +507,10 @@ class Family(TracedModel):
         Args:
             path: File that `save` wrote.
             module: The module that was traced, or a function that makes it.
-            example_inputs: Inputs of the module's forward.
+            example_inputs: Inputs of the module's forward: one tensor, or a tuple.
+
+        Raises:
+            FormatError: The file is not a layout. It is not compared with the module.
         """
         inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
         layout = Layout.from_json(Path(path).read_text())

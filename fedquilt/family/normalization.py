@@ -339,6 +339,9 @@ def _measured(inputs: Tensor, norm: _NormCall) -> tuple[Tensor, Tensor, Tensor]:
 
     The norm uses the batch's statistics. For an instance norm, mean and variance are those of each
     sample, averaged over samples. Mean and variance have no gradients.
+
+    Raises:
+        ValueError: A batch norm gets one value per channel only.
     """
     if norm.alone:
         var, mean = torch.var_mean(inputs.detach(), list(range(2, inputs.dim())), correction=1)

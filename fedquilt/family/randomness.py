@@ -250,7 +250,8 @@ def _layered(name: str, function: Any) -> Callable[..., Any]:
     """Return a replacement for a recurrent function of torch that runs layer by layer.
 
     One call for all layers would draw the dropout between them by torch. Without dropout the
-    replacement calls the function once. Packed sequences with dropout are refused.
+    replacement calls the function once. With dropout, it raises a TrainingError for packed
+    sequences.
 
     Args:
         name: Name of the function, for messages.

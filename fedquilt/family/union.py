@@ -265,7 +265,7 @@ def _check_shapes(nets: Mapping[str, Family]) -> None:
 def _check_equal(
     nets: Mapping[str, Family], what: str, remedy: str, value: Callable[[Family], object]
 ) -> None:
-    """Refuse nets of which a property differs from the first net's.
+    """Raise a TraceError if a property of a net differs from the first net's.
 
     Args:
         nets: Traced models by name.

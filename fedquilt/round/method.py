@@ -182,6 +182,10 @@ class Method(OptionalSteps):
 
         By default it has the initial weights of the family in `world`, and the norm statistics that
         the server averages. A method with slots or extras adds their first values.
+
+        Raises:
+            ConfigError: Adversarial training draws a weight for every sample, and the model has no
+                conditioned norms.
         """
         family = world.family
         if self.local.adversarial and self.local.adversarial.draws and not family.conditioned:
@@ -222,6 +226,9 @@ class Method(OptionalSteps):
             budget: Bounds of the client. A bound on memory is on the training step.
             world: The family, and the precision of the run.
             rounding: How a share of an axis is rounded to whole channels.
+
+        Raises:
+            BudgetError: Even the smallest member exceeds the budget.
         """
         return world.family.fit(budget, rounding, self._step_within(budget, world))
 

@@ -136,7 +136,7 @@ def refuse_special(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its missing parents.
+    """Create a folder and its missing parents. A folder that exists stays as it is.
 
     The parent of each new folder is synced, so that a power cut loses none.
     """

@@ -257,7 +257,10 @@ class TensorFile:
         Args:
             stream: File at its beginning.
             total: Number of bytes in the whole file.
-            title: Name of the file for messages.
+            title: Name of the file, which errors begin with.
+
+        Raises:
+            RecordError: The header is malformed, or contradicts the length of the file.
         """
         self._stream = stream
         self.title = title
@@ -270,7 +273,10 @@ class TensorFile:
 
         Args:
             data: Contents of the file.
-            title: Name of the file for messages.
+            title: Name of the file, which errors begin with.
+
+        Raises:
+            RecordError: The header is malformed, or contradicts the length of the data.
         """
         return TensorFile(io.BytesIO(data), len(data), title)
 
@@ -452,8 +458,8 @@ def memory_limit(max_bytes: int = 0) -> int:
     """Return the number of bytes that the contents of files may take in memory.
 
     Args:
-        max_bytes: Limit that the user has set. 0: half of the free memory, if that can be
-            determined.
+        max_bytes: Limit that the user has set. 0: half of the free memory, or no limit
+            if that cannot be determined.
     """
     from fedquilt.hardware.process import free_memory
 

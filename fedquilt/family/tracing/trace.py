@@ -95,7 +95,10 @@ def trace(
 
 
 def _check_names(model: nn.Module) -> None:
-    """Refuse weights with a slash in their names, which separates scopes in a server's state."""
+    """Raise a TraceError if a weight or buffer has a slash in its name.
+
+    A slash separates scopes in a server's state.
+    """
     for name in (*dict(model.named_parameters()), *dict(model.named_buffers())):
         if "/" in name:
             raise TraceError(

@@ -188,7 +188,7 @@ def _uncut_notes(
 
 
 def _refuse(module: nn.Module) -> None:
-    """Refuse modules that cannot be traced: lazy, compiled or parallel ones."""
+    """Raise a TraceError for lazy, scripted or parallel modules, which cannot be traced."""
     kind = type(module).__name__
     if any(is_lazy(weight) for weight in (*module.parameters(), *module.buffers())):
         raise TraceError(f"{kind} has lazy layers: run it once, so that they know their sizes.")

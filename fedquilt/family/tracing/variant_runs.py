@@ -120,7 +120,7 @@ def record_evaluation(
 
 
 def _require_one_tensor(run: RecordedRun, kind: str) -> None:
-    """Refuse a run whose module does not return exactly one tensor.
+    """Raise a TraceError if the module of a run does not return exactly one tensor.
 
     Args:
         run: Run of the module.

@@ -148,7 +148,11 @@ class Link:
     def check_codec(self, world: World, device: torch.device) -> None:
         """Refuse a codec that does not decode what it encoded.
 
-        It is tried on changes of the weights in the family and dtype of `world`, on `device`.
+        It is tried on changes of the weights in the family and dtype of `world`, on `device`. A
+        link without a codec is accepted.
+
+        Raises:
+            ConfigError: The codec fails, breaks its contract, or has state.
         """
         if self.codec is not None:
             check_codec(self.codec, world, self.lossy, device)

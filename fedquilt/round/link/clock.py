@@ -60,7 +60,7 @@ class Clock:
         return min(self.latency) if isinstance(self.latency, tuple) else self.latency
 
     def check(self, num_clients: int) -> None:
-        """Refuse lists whose length does not divide `num_clients`, the number of clients."""
+        """Raise a ConfigError if the length of a list does not divide `num_clients`."""
         check_lengths(self, num_clients, "down", "up", "latency", "compute")
 
     def slowest(self, costs: Mapping[int, tuple[int, ...]], copies: int = 1) -> float:

@@ -220,6 +220,9 @@ def _check_fixed_length(codec: BaseCodec, trial: _Trial, length: int) -> None:
         codec: Codec that says so.
         trial: Change whose spec and keys are used with zeros.
         length: Bytes of the message for the trial's own change.
+
+    Raises:
+        ConfigError: The lengths differ, or the codec fails on zeros.
     """
     with _blaming(codec, trial):
         zeros = torch.zeros_like(trial.change)

@@ -59,7 +59,10 @@ class Loss(ABC):
         return True
 
     def check(self, num_clients: int) -> None:  # noqa: B027 (some have nothing to say)
-        """Refuse lists whose length does not divide `num_clients`, the number of clients."""
+        """Raise a ConfigError if the length of a list does not divide `num_clients`.
+
+        By default nothing is checked.
+        """
 
     def reach(self, submodel: Submodel, transmission: Transmission) -> Submodel | None:
         """Return the part of `submodel` that arrives, or None if the first column fails.

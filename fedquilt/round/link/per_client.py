@@ -53,14 +53,14 @@ def empty_lists(owner: object, *names: str) -> dict[str, str]:
 
 
 def check_lengths(owner: object, num_clients: int, *names: str) -> None:
-    """Refuse lists whose length does not divide the number of clients.
+    """Raise a ConfigError if the length of a list does not divide the number of clients.
 
     Otherwise some numbers would be used by one client more than others, by accident.
 
     Args:
         owner: Object that has the fields.
         num_clients: Number of clients of the fleet.
-        names: Names of the fields to check.
+        names: Names of the fields to check. Single numbers are accepted.
     """
     for name in names:
         value = getattr(owner, name)

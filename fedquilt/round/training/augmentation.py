@@ -83,6 +83,9 @@ def augmented(
 
     Returns:
         New inputs and new targets, of the same shapes.
+
+    Raises:
+        ConfigError: Settings of `local` do not fit the inputs or their masks.
     """
     size = tuple(inputs.shape[2:])
 
@@ -107,6 +110,9 @@ def augment(inputs: Tensor, local: LocalTraining, key: Tensor) -> Tensor:
         inputs: (sample, …).
         local: Settings of crops, flips and intensities.
         key: Key from which they are drawn.
+
+    Raises:
+        ConfigError: Settings of `local` do not fit the inputs.
     """
     inputs = moved(inputs, local, key)
     return inputs if local.intensity is None else local.intensity(inputs, key)
@@ -115,13 +121,17 @@ def augment(inputs: Tensor, local: LocalTraining, key: Tensor) -> Tensor:
 def moved(images: Tensor, local: LocalTraining, key: Tensor, padding: float = 0.0) -> Tensor:
     """Crop and flip images or volumes at random. The function is pure and may be vmapped.
 
-    Each sample has a crop and flips of its own. The shape does not change.
+    Each sample has a crop and flips of its own. The shape does not change. If `local` asks for
+    neither, `images` is returned as it is.
 
     Args:
         images: (sample, channel, *size).
         local: Settings of crops and flips.
         key: Key from which they are drawn.
         padding: Value of pixels that a crop takes from outside of the image.
+
+    Raises:
+        ConfigError: Samples are no images or volumes, or crop or axes do not fit their size.
     """
     if not local.crop and not local.flip:
         return images
@@ -147,6 +157,9 @@ def _cropped(images: Tensor, margin: int, key: Tensor, padding: float) -> Tensor
         margin: Pixels of padding on every side, fewer than the shortest side has.
         key: Key from which positions are drawn, one for each sample and axis.
         padding: Value of the padded pixels.
+
+    Raises:
+        ConfigError: The margin is not below the shortest side.
     """
     size = images.shape[2:]
     if margin >= min(size):
@@ -187,6 +200,9 @@ def _flipped_axes(flip_axes: tuple[int, ...], dims: int) -> tuple[int, ...]:
     Args:
         flip_axes: Axes of the size, 0 for the first and -1 for the last. Empty: only the last.
         dims: Number of axes of the size.
+
+    Raises:
+        ConfigError: An axis does not exist, or is named twice.
     """
     if unfit := [axis for axis in flip_axes if not -dims <= axis < dims]:
         raise ConfigError(

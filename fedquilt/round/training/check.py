@@ -120,9 +120,10 @@ class _Checked(Objective):
 
 
 def _check_members(request: str, named: object) -> None:
-    """Refuse a result of `nets` that is not a tuple of members.
+    """Raise a ConfigError if `named`, a result of `nets`, is not a tuple of members.
 
-    Engines use the tuple as a key of dictionaries, which a list cannot be.
+    The message begins with `request`. Engines use the tuple as a key of dictionaries, which a list
+    cannot be.
     """
     if not isinstance(named, tuple) or not all(isinstance(net, Member) for net in named):
         raise ConfigError(
@@ -132,7 +133,7 @@ def _check_members(request: str, named: object) -> None:
 
 
 def _check_named(request: str, named: tuple[Member, ...], run: list[Member]) -> None:
-    """Refuse an objective that runs nets which its `nets` does not name.
+    """Raise a ConfigError if an objective runs nets which its `nets` does not name.
 
     Costs and the plans of engines are derived from `nets`.
 

@@ -87,6 +87,9 @@ class Optimizer(Protocol):
             factors: Factor of the learning rate in each step. 1 has no effect.
             lr: Learning rate η of the round.
             mu: Weight of the proximal term. 0: none.
+
+        Raises:
+            ConfigError: The count is not defined for this optimizer.
         """
         ...
 
@@ -285,7 +288,7 @@ class Adam:
         return fused_adam_
 
     def effective_steps(self, factors: Sequence[float], lr: float, mu: float) -> float:
-        """Raise an error, because FedNova's count is defined for SGD only."""
+        """Raise a ConfigError, because FedNova's count is defined for SGD only."""
         raise ConfigError(
             f"FedNova was asked to normalize steps of {type(self).__name__}; its effective step "
             "count is defined for SGD. Use SGD locally, or another method."
