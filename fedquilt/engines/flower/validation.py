@@ -13,15 +13,15 @@ from torch import Tensor
 from fedquilt.errors import FedquiltError, FormatError
 from fedquilt.names import said
 from fedquilt.round.client import update_of
-from fedquilt.round.client_checks import check_sent, check_state
 from fedquilt.round.client_state import steps_behind
 from fedquilt.round.device import reach_of, server_memory, upload_outline
 from fedquilt.round.federation import Federation
 from fedquilt.round.link import Link, Outline, Transmission
 from fedquilt.round.training.batches import itinerary
 from fedquilt.round.training.learner import Learner
+from fedquilt.round.update_checks import UpdateChecks
 from fedquilt.round.wire import Expected, JobResult, Message, Reply, read_packet
-from fedquilt.terms import ClientState, Job, Payload, Server, Update, Weights, in_slots
+from fedquilt.terms import ClientState, Job, Payload, Server, Update, Weights
 
 MAX_LOSS = 1e30  # Largest loss that a reply may state
 
@@ -172,11 +172,10 @@ class ReplyReader:
                 cutter = self.federation.world.family.cutter
                 known = cutter.narrow(known, job.submodel.held, outline.submodel.held)
             payload = _unpacked(link, packet, outline, transmission, known)
-            check_sent(job, payload.weights.values())
-            check_state(job, [*in_slots(payload.slots), *payload.extras.values()])
             self._check_change(job, payload)
             payloads = (payload,)
         update = update_of(job, learner, payloads, result.steps, result.batches)
+        UpdateChecks(federation, self.server, [job]).check(update)
         memory = server_memory(federation, job, sent.known, result.steps, sent.memory, self.initial)
         return update, memory, packet.bytes if packet else 0
 
