@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 from fedquilt.data import FederatedData
 from fedquilt.engines.flower.courier import Courier
 from fedquilt.engines.flower.exchange import Exchange
+from fedquilt.engines.flower.reply_store import MAX_HELD_BYTES
 from fedquilt.engines.flower.validation import ReplyReader, SentJob, batch_sizes
 from fedquilt.engines.sequential import Sequential
 from fedquilt.round.budgets import learner_of
@@ -28,7 +31,7 @@ from fedquilt.round.device import (
     initial_needs,
     initial_positions,
 )
-from fedquilt.round.engine import Outcome
+from fedquilt.round.engine import FATES, Outcome
 from fedquilt.round.eval_jobs import EvalJob
 from fedquilt.round.federation import Federation
 from fedquilt.round.fold import Fold
@@ -67,6 +70,10 @@ class Flower(Sequential):
         least: Fewest valid replies with which a round counts. With fewer, another cohort is asked.
         max_rms: Largest root mean square of a weight's change or of a slot. Replies above it are
             refused.
+        max_rms_ratio: Replies whose change exceeds this multiple of the round's median are refused,
+            by the root mean square over all weights. Infinite: none.
+        max_held_bytes: Bytes of accepted replies that stay in memory. More are in a temporary file.
+        spill_folder: Folder of this file. None: that of the system.
     """
 
     courier: Courier | None = None
@@ -76,6 +83,9 @@ class Flower(Sequential):
     enough: int = 0
     least: int = 1
     max_rms: float = math.inf
+    max_rms_ratio: float = math.inf
+    max_held_bytes: int = MAX_HELD_BYTES
+    spill_folder: Path | None = None
 
     def online(self) -> Sequence[int] | None:
         """Return the clients whose devices can be reached now, in ascending order."""
@@ -96,15 +106,37 @@ class Flower(Sequential):
         if exchange.anew:  # These devices have lost their state, and start as new clients.
             again = {client: by_client[client] for client in sorted(exchange.anew)}
             exchange.ask(replace(server, memory={}), again)
-        accepted, sent = exchange.accepted, exchange.sent
-        _forget(server, exchange.anew & accepted.keys(), outcome)
-        outcome.attendance = exchange.attendance(list(by_client))
-        outcome.missing |= exchange.missing | exchange.failed | exchange.refused
-        for client in by_client:
-            if client not in accepted:
+        exchange.refuse_outliers(self.max_rms_ratio)
+        with closing(exchange.accepted):
+            self._fold(server, exchange, list(by_client), fold, outcome)
+
+    def _fold(
+        self,
+        server: Server,
+        exchange: Exchange,
+        asked: Sequence[int],
+        fold: Fold,
+        outcome: Outcome,
+    ) -> None:
+        """Add the accepted replies to the fold and to the outcome, in the order of jobs.
+
+        Args:
+            server: State that the round started from.
+            exchange: Replies of the round, which is over.
+            asked: Clients that were asked, in the order of their jobs.
+            fold: Fold that collects updates.
+            outcome: Outcome of the round.
+        """
+        replied = {client for client in asked if client in exchange.accepted}
+        _forget(server, exchange.anew & replied, outcome)
+        attendance = outcome.attendance = exchange.attendance(asked)
+        for fate in FATES:
+            outcome.missing |= getattr(attendance, fate)
+        for client in asked:
+            if client not in replied:
                 continue
-            result = accepted[client]
-            for number, sent_job in enumerate(sent[client]):
+            result = exchange.result(client)
+            for number, sent_job in enumerate(exchange.sent[client]):
                 job = sent_job.job
                 fold.add(result.updates[number])
                 outcome.losses.append(result.losses[number])
@@ -238,7 +270,14 @@ class Flower(Sequential):
 
     def reader(self, server: Server) -> ReplyReader:
         """Return what reads the replies of a round that starts from the state `server`."""
-        return ReplyReader(self.federation, self.initial, server, self.run_id, self.max_rms)
+        return ReplyReader(
+            self.federation,
+            self.initial,
+            server,
+            self.run_id,
+            self.max_rms,
+            needs_rms=math.isfinite(self.max_rms_ratio),
+        )
 
 
 def _counted(memory: ClientState | None) -> ClientState | None:

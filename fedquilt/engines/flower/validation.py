@@ -20,10 +20,19 @@ from fedquilt.round.link import Link, Outline, Transmission
 from fedquilt.round.training.batches import itinerary
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.update_checks import UpdateChecks
-from fedquilt.round.wire import Expected, JobResult, Message, Reply, read_packet
+from fedquilt.round.wire import (
+    MAX_EXTRA_VALUES,
+    MAX_NOTE_BYTES,
+    Expected,
+    JobResult,
+    Message,
+    Reply,
+    read_packet,
+)
 from fedquilt.terms import ClientState, Job, Payload, Server, Update, Weights
 
 MAX_LOSS = 1e30  # Largest loss that a reply may state
+MAX_ITEM_BYTES = 8  # Bytes of the largest type of numbers
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,12 @@ class Accepted:
     losses: tuple[float, ...]
     memories: tuple[ClientState, ...]
     up: tuple[int, ...]  # Bytes of each job's upload
+    rms: float = 0.0  # Root mean square of the change of all weights
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all tensors of the updates, decoded."""
+        return sum(payload.bytes for update in self.updates for payload in update.sent)
 
 
 class DeviceFailedError(FormatError):
@@ -76,6 +91,7 @@ class ReplyReader:
     server: Server  # State that the round started from
     run_id: str  # Identity of the run
     max_rms: float = math.inf  # Largest root mean square of a weight's change or of a slot
+    needs_rms: bool = False  # True: the root mean square of each reply's change is computed
 
     def read(self, message: Message, request: str, sent: Sequence[SentJob]) -> Accepted:
         """Return the updates, losses and memories of a reply, or refuse the whole reply.
@@ -89,6 +105,9 @@ class ReplyReader:
             FedquiltError: It says what is wrong, and what would fit. StateLostError and
                 DeviceFailedError are what the device itself reports.
         """
+        allowed = sum(self._max_bytes(sent_job) for sent_job in sent)
+        if message.bytes > allowed:
+            raise FormatError(f"it has {message.bytes:,} bytes; its jobs allow {allowed:,}")
         reply = Reply.read(message)
         client = sent[0].job.client
         if (reply.run, reply.round, reply.request) != (self.run_id, self.server.round, request):
@@ -117,7 +136,38 @@ class ReplyReader:
             memories.append(memory)
             losses.append(result.loss)
             up.append(num_bytes)
-        return Accepted(tuple(updates), tuple(losses), tuple(memories), tuple(up))
+        rms = self._rms(updates) if self.needs_rms else 0.0
+        return Accepted(tuple(updates), tuple(losses), tuple(memories), tuple(up), rms)
+
+    def _max_bytes(self, sent: SentJob) -> int:
+        """Return the most bytes of a reply to a job: twice its values, and room for notes."""
+        member = self.federation.world.family.member(sent.job.submodel)
+        state = sent.learner.state
+        count = sum(math.prod(member.shape(name)) for name in sent.learner.sent(member))
+        values = count * (1 + len(state.slots_up))
+        if state.extras_up:
+            values += MAX_EXTRA_VALUES
+        return MAX_NOTE_BYTES + 2 * MAX_ITEM_BYTES * values
+
+    def _rms(self, updates: Sequence[Update]) -> float:
+        """Return the root mean square of all changes of weights in the updates of a reply."""
+        squares, count = 0.0, 0
+        for update in updates:
+            for payload in update.sent:
+                for change in self._changes(payload).values():
+                    squares += float(change.double().square().sum())
+                    count += change.numel()
+        return math.sqrt(squares / count) if count else 0.0
+
+    def _changes(self, payload: Payload) -> dict[str, Tensor]:
+        """Return the change of every weight from the server's state, by name."""
+        cutter = self.federation.world.family.cutter
+        before = cutter.gather(self.server.weights, payload.submodel, list(payload.weights))
+        return {
+            name: value - before[name]
+            for name, value in payload.weights.items()
+            if value.is_floating_point()
+        }
 
     def _class_mask(self, reply: Reply) -> Tensor:
         """Return a mask (class,) of the classes that a reply states.
@@ -197,15 +247,7 @@ class ReplyReader:
         """Refuse a slot, or a change from the server's weights, whose RMS exceeds `max_rms`."""
         if math.isinf(self.max_rms):
             return
-        names = list(payload.weights)
-        before = self.federation.world.family.cutter.gather(
-            self.server.weights, payload.submodel, names
-        )
-        changes = {
-            name: value - before[name]
-            for name, value in payload.weights.items()
-            if value.is_floating_point()
-        }
+        changes = self._changes(payload)
         for slot, values in payload.slots.items():
             changes |= {f"{slot} of {name}": value for name, value in values.items()}
         for name, change in changes.items():
