@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fedquilt.deployment.enrolment import Enrolment
@@ -150,6 +150,11 @@ class _Asking:
                 yield delivery
         finally:
             self._stopped.set()
+        while not self._deliveries.empty():  # These came after the last look at the clock.
+            delivery = self._deliveries.get()
+            if delivery.message is not None and delivery.client in waiting:
+                waiting.discard(delivery.client)
+                yield replace(delivery, is_late=True)
         shown = "" if math.isinf(self._deadline) else f" within {self._deadline:g} s"
         for client in sorted(waiting):
             yield CourierReply(client, None, f"no reply came{shown}")

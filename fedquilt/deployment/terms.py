@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import fedquilt.runs.registries  # noqa: F401  # Classes that settings select by name
 from fedquilt.config.resolve import resolved
 from fedquilt.config.writing import write
 from fedquilt.errors import ConfigError

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fedquilt.round.engine import Outcome, Spent
-from fedquilt.round.fold import fold_of
+from fedquilt.round.update_checks import checked_fold
 
 if TYPE_CHECKING:
     from fedquilt.round.engine import Engine
@@ -50,8 +50,8 @@ def train_until_deadline(
         late = _late(federation, spent)
 
     while True:
-        fold = fold_of(federation.method, server, federation.world)
         on_time = [job for job in jobs if job.client.id not in late]
+        fold = checked_fold(federation, server, on_time)
         outcome = engine.train(federation, server, on_time, fold)
         newly_late = _late(federation, outcome.costs)
         if not newly_late:

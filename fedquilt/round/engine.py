@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 Gradients = Callable[[Sequence[Submodel], int], list[dict[str, Tensor]]]
 
 
+FATES = ("missing", "failed", "refused", "late")  # What may become of a request besides a reply
+
+
 class Spent(NamedTuple):
     """Costs of a client's round: bytes both ways, and multiply-adds."""
 
@@ -47,6 +50,8 @@ class Attendance:
     anew: tuple[int, ...] = ()  # Clients that had lost their state and started anew
     wire_down: int = 0  # Bytes of all requests, with notes and headers
     wire_up: int = 0  # Bytes of all replies, with notes and headers
+    # Clients whose reply came after the deadline, or not before the round closed, and the reason
+    late: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def replied(self) -> tuple[int, ...]:
@@ -57,25 +62,25 @@ class Attendance:
     def absent(self) -> tuple[int, ...]:
         """Return the clients without a usable reply, in ascending order.
 
-        Their reply is missing, says that the device failed, or was refused.
+        Their reply is missing or late, says that the device failed, or was refused.
         """
-        return tuple(sorted({**self.missing, **self.failed, **self.refused}))
+        return tuple(sorted({**self.missing, **self.failed, **self.refused, **self.late}))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attendance as values that JSON can hold. Keys are texts."""
         reasons = {
             name: {str(client): reason for client, reason in getattr(self, name).items()}
-            for name in ("missing", "failed", "refused")
+            for name in FATES
         }
         lists = {"asked": list(self.asked), "anew": list(self.anew)}
         return {**lists, **reasons, "wire_down": self.wire_down, "wire_up": self.wire_up}
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> Attendance:
-        """Return the attendance that `to_dict` wrote."""
-        missing, failed, refused = (
-            {int(client): str(reason) for client, reason in plain[name].items()}
-            for name in ("missing", "failed", "refused")
+        """Return the attendance that `to_dict` wrote. Earlier versions wrote no `late`."""
+        missing, failed, refused, late = (
+            {int(client): str(reason) for client, reason in plain.get(name, {}).items()}
+            for name in FATES
         )
         return Attendance(
             tuple(map(int, plain["asked"])),
@@ -85,6 +90,7 @@ class Attendance:
             tuple(map(int, plain["anew"])),
             int(plain["wire_down"]),
             int(plain["wire_up"]),
+            late,
         )
 
 

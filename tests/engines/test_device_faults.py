@@ -242,7 +242,7 @@ def test_a_round_closes_when_enough_devices_have_replied(perceptron, make_data, 
     attendance = run.records[0].attendance
     assert len(attendance.asked) == 2
     assert len(attendance.replied) == 1
-    assert list(attendance.missing.values()) == ["the round closed with 1 replies"]
+    assert list(attendance.late.values()) == ["the round closed with 1 replies before it replied"]
 
 
 def test_another_cohort_is_asked_if_too_few_devices_reply(perceptron, make_data, play):

@@ -16,6 +16,7 @@ class CourierReply:
     client: int
     message: Message | None  # None: nothing arrived
     reason: str = ""  # Why nothing arrived, such as "no reply within 60 s"
+    is_late: bool = False  # True: the message arrived after the deadline
 
 
 class Courier(Protocol):

@@ -16,6 +16,7 @@ from fedquilt.errors import FedquiltError
 from fedquilt.hardware.process import keep_pages
 from fedquilt.names import said
 from fedquilt.round.federation import Federation
+from fedquilt.round.update_checks import checked_fold
 from fedquilt.terms import Server
 
 WorkerResult = Parcel | FedquiltError | str  # A partial fold and outcome, or an error
@@ -71,9 +72,9 @@ class Worker:
             server = self._server_for(server_ref[0], federation, engine)
             jobs, client_states = unpack(chunk, shared_objects(federation), engine.device)
             server = replace(server, memory=client_states)
-            fold = federation.method.fold(server, federation.world)
-            outcome = engine.train(federation, server, jobs, fold)
-            return pack((fold, outcome), round_objects(federation, server))
+            checked = checked_fold(federation, server, jobs)
+            outcome = engine.train(federation, server, jobs, checked)
+            return pack((checked.fold, outcome), round_objects(federation, server))
         except FedquiltError as error:
             return error
         except Exception as error:
