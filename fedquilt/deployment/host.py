@@ -18,6 +18,7 @@ from fedquilt.errors import ConfigError, FedquiltError, FormatError
 from fedquilt.hardware.device import device_of
 from fedquilt.names import is_reference, said
 from fedquilt.round.wire import Message, Reply, Request
+from fedquilt.round.wire_evaluation import EvalReply, EvalRequest
 from fedquilt.runs.data_settings import Source
 from fedquilt.storage.files import why, write_text
 from fedquilt.storage.tensor_files import bounded_json
@@ -123,18 +124,42 @@ class DeviceHost:
         try:
             request = Request.read(message)
             run, round, base = request.run, request.round, request.base
-            self._refuse_code(request.settings)
-            if request.client.budget != self.settings.budget:
-                raise ConfigError(
-                    f"the server has the budget {request.client.budget} for this device; its "
-                    f"owner allows {self.settings.budget}. The server has to enrol it again."
-                )
+            self._check(request)
             return self._device(about).answer(message)
         except FedquiltError as error:
             reason = str(error)
         except Exception as error:
             reason = said(error)
         return Reply(run, round, base, digest, failed=reason).message()
+
+    def evaluate(self, about: bytes, message: Message) -> Message:
+        """Evaluate what a request asks for, and return sums. A failure is a reply, too.
+
+        Args:
+            about: The server's description (`About.to_bytes`).
+            message: A request to evaluate.
+        """
+        digest = message.digest
+        run, round, base = "", 0, -1
+        try:
+            request = EvalRequest.read(message)
+            run, round, base = request.run, request.round, request.base
+            self._check(request)
+            return self._device(about).evaluate(message)
+        except FedquiltError as error:
+            reason = str(error)
+        except Exception as error:
+            reason = said(error)
+        return EvalReply(run, round, base, digest, failed=reason).message()
+
+    def _check(self, request: Request | EvalRequest) -> None:
+        """Refuse a request that names code, or another budget than the owner's."""
+        self._refuse_code(request.settings)
+        if request.client.budget != self.settings.budget:
+            raise ConfigError(
+                f"the server has the budget {request.client.budget} for this device; its "
+                f"owner allows {self.settings.budget}. The server has to enrol it again."
+            )
 
     def _device(self, about: bytes) -> Device:
         if about not in self._devices:
