@@ -1,6 +1,7 @@
 """Evaluation on a device: it tests nets on its own samples, and sends sums.
 
-State of the device is read and never changed, so that every request can be repeated.
+Versions of the device's state are read and never changed, so that every request can be repeated.
+The net that a device tests as its own is stored beside them, from where it can be exported.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from fedquilt.round.wire_evaluation import (
     net_tensors,
     read_weights,
 )
+from fedquilt.storage.files import Blob
 from fedquilt.terms import Job, Server, Weights
 
 if TYPE_CHECKING:
@@ -144,12 +146,16 @@ class DeviceEvaluation:
         public = engine.data.public_samples
         world = World(family, request.seed, precision, public, terms.task, request.num_clients)
         results = []
+        has_stored = states.is_in_memory  # Only the first of the device's own nets is stored.
         for task in request.tasks:
             if time.monotonic() > end:
                 raise FormatError(f"the deadline of {request.deadline:g} s has passed")
             title = f"file {task.file + 1} of the request"
             bench = _Bench(request, terms, world, engine, base)
             results.append(bench.result(task, message.files[task.file], title))
+            if task.source != "server" and not has_stored:
+                states.store_own_net(bench.own_net(task, message.files[task.file], title))
+                has_stored = True
         return results
 
     def family(self, fingerprint: str, terms: Terms) -> Family:
@@ -191,14 +197,52 @@ class _Bench:
             file: Weights that the server sent for it.
             title: Name of the file for messages.
         """
-        expected, initial = self._expected(task)
-        sent = read_weights(file, expected, initial, title)
-        sent = TaskWeights(self._placed(sent.weights), self._placed(sent.initial))
+        sent = self._sent(task, file, title)
         federation = self._federation(task, sent)
         if task.calibrates:
             return self._statistics(task, sent.weights, federation)
         weights = self._weights(task, sent, federation)
         return self._score(task, weights, federation)
+
+    def own_net(self, task: EvalTask, file: bytes, title: str) -> Blob:
+        """Return the nets of a task with all their weights, for an export on the device.
+
+        Args:
+            task: The task.
+            file: Weights that the server sent for it.
+            title: Name of the file for messages.
+        """
+        sent = self._sent(task, file, title)
+        weights = self._weights(task, sent, self._federation(task, sent))
+        tensors = {
+            f"{number}/{name.removeprefix(net.scope)}": value
+            for number, net in enumerate(task.nets)
+            for name, value in weights.items()
+            if name.startswith(net.scope)
+        }
+        request = self.request
+        note = {
+            "nets": [net.to_dict() for net in task.nets],
+            "round": request.round,
+            "client": request.client.id,
+            "settings": dict(request.settings),
+            "seed": request.seed,
+            "precision": request.precision,
+            "batch_size": request.batch_size,
+        }
+        return Blob.sealed(tensors, note)
+
+    def _sent(self, task: EvalTask, file: bytes, title: str) -> TaskWeights:
+        """Read the weights that the server sent for a task, and move them to the device's place.
+
+        Args:
+            task: The task.
+            file: Weights that the server sent for it.
+            title: Name of the file for messages.
+        """
+        expected, initial = self._expected(task)
+        sent = read_weights(file, expected, initial, title)
+        return TaskWeights(self._placed(sent.weights), self._placed(sent.initial))
 
     def _placed(self, weights: Weights) -> dict[str, Tensor]:
         return {name: value.to(self.engine.device) for name, value in weights.items()}

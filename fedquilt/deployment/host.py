@@ -20,11 +20,12 @@ from fedquilt.names import is_reference, said
 from fedquilt.round.wire import Message, Reply, Request
 from fedquilt.round.wire_evaluation import EvalReply, EvalRequest
 from fedquilt.runs.data_settings import Source
-from fedquilt.storage.files import why, write_text
+from fedquilt.storage.files import why, write, write_text
 from fedquilt.storage.tensor_files import bounded_json
 from fedquilt.terms import Budget
 
 SETTINGS = "device.json"  # Name of the file in the state folder of a device
+SERVER_FACTS = "server.json"  # The server's description, with which a stored net is exported
 MAX_REFERENCES = 5  # Names of code that an error lists
 
 
@@ -104,7 +105,7 @@ class DeviceHost:
         """
         settings = self.settings
         try:
-            self._device(about)
+            self.device(about)
             enrolment = Enrolment(settings.name, settings.budget, self.data.size(0))
         except FedquiltError as error:
             enrolment = Enrolment(settings.name, None, failed=str(error))
@@ -125,7 +126,7 @@ class DeviceHost:
             request = Request.read(message)
             run, round, base = request.run, request.round, request.base
             self._check(request)
-            return self._device(about).answer(message)
+            return self.device(about).answer(message)
         except FedquiltError as error:
             reason = str(error)
         except Exception as error:
@@ -145,7 +146,10 @@ class DeviceHost:
             request = EvalRequest.read(message)
             run, round, base = request.run, request.round, request.base
             self._check(request)
-            return self._device(about).evaluate(message)
+            device = self.device(about)
+            if any(task.source != "server" for task in request.tasks):
+                write(self.settings.state / SERVER_FACTS, [about])
+            return device.evaluate(message)
         except FedquiltError as error:
             reason = str(error)
         except Exception as error:
@@ -161,7 +165,12 @@ class DeviceHost:
                 f"owner allows {self.settings.budget}. The server has to enrol it again."
             )
 
-    def _device(self, about: bytes) -> Device:
+    def device(self, about: bytes) -> Device:
+        """Return the device for a server, which is built at the first call.
+
+        Args:
+            about: The server's description (`ServerFacts.to_bytes`).
+        """
         if about not in self._devices:
             description = ServerFacts.read(about)
             data = description.fitted(self.data)

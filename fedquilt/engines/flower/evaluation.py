@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from fedquilt.round.fold import Fold
 
 
+# Samples of the server that are used: test samples, training samples for norm statistics, or both
+SamplesName = Literal["both", "test", "calibration", "none"]
+
+
 @dataclass(frozen=True)
 class ServerSamples:
     """Samples that the server of a deployment has for itself."""
@@ -43,6 +47,11 @@ class ServerSamples:
     test: bool = True  # Test samples. False: devices test the server's nets on theirs
     # Training samples, on which norm statistics are measured. False: devices measure them
     calibration: bool = True
+
+    @staticmethod
+    def of(name: SamplesName) -> ServerSamples:
+        """Return the samples that a name of `fedquilt serve --samples` stands for."""
+        return ServerSamples(name in ("both", "test"), name in ("both", "calibration"))
 
 
 @dataclass(eq=False)
