@@ -38,6 +38,10 @@ BudgetText = Annotated[str | None, tyro.conf.arg(metavar="share=0.5", **_quiet)]
 IsolationName = Annotated[
     Literal["process", "subprocess"], tyro.conf.arg(metavar="process|subprocess", **_quiet)
 ]
+SamplesOption = Annotated[
+    Literal["both", "test", "calibration", "none"] | None,
+    tyro.conf.arg(metavar="both|test|calibration|none", **_quiet),
+]
 DEADLINE_SECONDS = 600.0
 
 
@@ -92,8 +96,7 @@ class ServeCommand:
     `fedquilt clients`, `fedquilt export` and fedquilt.load_run.
     """
 
-    # file of settings, as for `run`; its data is the server's, for evaluation; may be left out to
-    # resume
+    # file of settings, as for `run`; its data is the server's; may be left out to resume
     config: Config = None
     out: OutPlace = Path("deployed")  # folder of the run
     host: Text = None  # address to listen on; 127.0.0.1 if not given
@@ -105,6 +108,9 @@ class ServeCommand:
     superlink: SuperLinkAddress = None
     deadline: Real = None  # seconds that devices have in a round; 600 if not given
     least: Whole = None  # devices that have to be online before a round begins; 1 if not given
+    # samples of the server's data that are used: test samples for evaluation, training samples for
+    # the calibration of norms; devices use their own for the rest; both if not given
+    samples: SamplesOption = None
     # run the code that a run's folder names, and add it to your list of trusted code
     trust: Flag = False
     json: Flag = False  # print the result as JSON on standard output, and nothing else there
@@ -136,7 +142,7 @@ class ServeCommand:
                 raise ConfigError(f"--deadline {deadline} was asked for; 1 s to a week would work.")
             least = 1 if self.least is None else self.least
             experiment, request = begin(
-                self.out, experiment, self.clients, address, deadline, least
+                self.out, experiment, self.clients, address, deadline, least, self.samples
             )
             with opened(self.out, address) as service:
                 names = experiment.names

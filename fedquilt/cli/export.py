@@ -24,6 +24,10 @@ from fedquilt.errors import (
 )
 
 if TYPE_CHECKING:
+    from typing import TextIO
+
+    from rich.console import Console
+
     from fedquilt.terms import Budget
 
 
@@ -37,7 +41,8 @@ class ExportRequest:
     its size.
     """
 
-    run: Folder  # folder of the run: --out of `fedquilt run`
+    # folder of the run: --out of `fedquilt run`; on a device its state folder: --state of `join`
+    run: Folder
     out: Target  # file to write; the end of its name may give the format
     share: Shares = ()  # share of every layer's channels, in (0, 1]; may be given again
     params: Params = None  # limit on parameters
@@ -67,8 +72,12 @@ class ExportRequest:
         with output(self.json) as (console, stdout):
             from fedquilt.deploy.export import check_place, chosen, export_sizes
             from fedquilt.deploy.formats import FORMATS
+            from fedquilt.deployment.own_net import is_state_folder
             from fedquilt.runs.load import load_run
 
+            if is_state_folder(self.run):
+                self._export_own(console, stdout)
+                return
             budgets = self._budgets()
             check_place(self.out, self.force)
             kind = chosen(self.out, self.format)
@@ -104,6 +113,38 @@ class ExportRequest:
                 print_json(listed if several else listed[0], stdout)
             else:
                 show_export(console, exported)
+
+    def _export_own(self, console: Console, stdout: TextIO) -> None:
+        """Write the net of a device from its state folder, and print what was written.
+
+        Args:
+            console: Where people read.
+            stdout: Where programs read JSON.
+        """
+        from dataclasses import fields
+
+        from fedquilt.cli.results import show_export
+        from fedquilt.cli.show import print_json, say
+        from fedquilt.deployment.own_net import export_own
+
+        allowed = {"run", "out", "format", "force", "json"}
+        beside = [
+            f"--{option.name}"
+            for option in fields(self)
+            if option.name not in allowed and getattr(self, option.name) != option.default
+        ]
+        if beside:
+            raise ConfigError(
+                f"{', '.join(beside)} was asked for with {self.run}, the state folder of a device; "
+                "it has one net, with the size and the norms of the device. --format, --force and "
+                "--json go with it."
+            )
+        exported = export_own(self.run, self.out, self.format, self.force)
+        say(console, f"{self.run} after round {exported.round}: the device's own net")
+        if self.json:
+            print_json(exported.to_dict(), stdout)
+        else:
+            show_export(console, [exported])
 
     def _budgets(self) -> list[Budget]:
         from fedquilt.terms import Budget

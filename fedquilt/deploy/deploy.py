@@ -26,6 +26,7 @@ from fedquilt.round.client import own_state
 from fedquilt.round.deployed import client_nets, deployed_nets, trained_within
 from fedquilt.round.eval_jobs import compared_passes
 from fedquilt.round.norm_statistics import measured
+from fedquilt.round.own_tests import is_on_device
 from fedquilt.round.ranking import ranked
 from fedquilt.terms import Budget, Client, Job, Server, Submodel, Submodels, Weights
 
@@ -87,7 +88,7 @@ class WeightSource:
     def server(self) -> Server:
         """Return the server's state, with channels ranked for deployment if there is data."""
         run = self.run
-        return run.server if run.absent else ranked(run.federation, run.server, run.engine)
+        return run.server if run.absent else ranked(run.federation, run.server, run.evaluator)
 
     def nets(self, budget: Budget) -> Submodels:
         """Return the nets for a device of this budget, after checking their cost.
@@ -138,6 +139,12 @@ class WeightSource:
             names = [name for name in member_names if net.scope + name in self.server.weights]
             return world.family.cutter.gather(self.server.weights, net, names)
         job = Job(self._asked(Budget(share=1.0)), net, run.server.round)
+        if is_on_device(run.federation, run.server, job):
+            raise ConfigError(
+                f"the net of client {self.client} was asked for; its weights are on its device. "
+                "`fedquilt export STATE --out FILE` on the device writes it, where STATE is the "
+                "state folder of `fedquilt join`."
+            )
         return own_state(run.federation, run.server, job, run.engine.device)
 
     @property
@@ -227,7 +234,16 @@ class WeightSource:
                 "by the batch; norms='tracked' is for runs that sent statistics with their weights."
             )
         pairs = list(zip(nets, states, strict=True))
-        return engine.calibrate(run.federation, pairs, run.evaluation.batch_size, self.client)
+        statistics = run.evaluator.calibrate(
+            run.federation, pairs, run.evaluation.batch_size, self.client
+        )
+        if not all(statistics):
+            raise ConfigError(
+                f"norms={norms.name!r} was asked for; the server has no training samples, and no "
+                "device could measure the norm statistics of the net. A device that is online and "
+                "can hold it would work, or samples=… in Python."
+            )
+        return statistics
 
 
 def deployed(

@@ -15,6 +15,7 @@ from fedquilt.data.parts import Array
 from fedquilt.deploy.comparison import BATCHES, comparison_batches, largest_difference
 from fedquilt.deploy.customizable import CustomizableModel, customizable
 from fedquilt.deploy.deploy import (
+    Deployed,
     WeightSource,
     deployed,
     norms_of,
@@ -98,9 +99,35 @@ def export(  # noqa: PLR0913  # Options of `Run.export`
     path = Path(file)
     check_place(path, force)
     kind = chosen(path, format)
-    writer = FORMATS[kind]()
-    writer.check()
+    FORMATS[kind].check()
     deployment = deployed(run, budget, client, norms, samples)
+    return export_nets(run, path, kind, deployment, budget, client, robustness)
+
+
+def export_nets(
+    run: TrainedRun,
+    path: Path,
+    kind: str,
+    deployment: Deployed,
+    budget: Budget,
+    client: int | None = None,
+    robustness: float | None = None,
+) -> Exported:
+    """Write nets with their weights to a file, if its content gives the same outputs as torch.
+
+    Args:
+        run: A run, or what is left of it for deployment.
+        path: File to write.
+        kind: Format, one of `FORMATS`.
+        deployment: The nets.
+        budget: Budget of the device.
+        client: Client whose own result it is. None: the server's.
+        robustness: Robustness of dual norms, from 0 (clean) to 1. None: 0 if there are such norms.
+
+    Raises:
+        ExportError: The format cannot express the model, or outputs differ.
+    """
+    writer = FORMATS[kind]()
     target = _Target(run, path, kind, deployment.family, deployment.norms, robustness)
     module = _in_float32(deployment.module(target.robustness).cpu()).requires_grad_(False)
     batches, compared = target.comparison_batches()

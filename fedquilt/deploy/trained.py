@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fedquilt.data import FederatedData
 from fedquilt.engines.simulation import Simulation
 from fedquilt.fleets.fleet import Fleet
+from fedquilt.round.engine import Engine
 from fedquilt.round.evaluate import Evaluation
 from fedquilt.round.federation import Federation, World
 from fedquilt.round.link import Link
@@ -51,6 +52,11 @@ class TrainedRun:
     def link(self) -> Link:
         """Return the link between server and clients."""
         return self.federation.link
+
+    @property
+    def evaluator(self) -> Engine:
+        """Return the engine that evaluates the state of the run, on devices if there are any."""
+        return self.engine.evaluating(self.server, self.fleet, self.evaluation.clients)
 
     @property
     def data(self) -> FederatedData:

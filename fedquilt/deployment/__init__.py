@@ -2,6 +2,8 @@
 
 terms.py       method, link and task as the settings of a request
 device.py      a device: it answers requests with its own samples and its own state
+device_evaluation.py  a device evaluates nets on its own samples, and sends sums
+own_net.py     a device's own net, exported from its state folder
 states.py      versions of a device's state on its disk
 in_process.py  devices in one process, reached by bytes, with faults on demand
 

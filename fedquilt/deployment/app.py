@@ -32,6 +32,10 @@ def _train(message: Any, context: Any) -> Any:
     return reply_to(message, _host(str(context.node_config["settings"])))
 
 
+def _evaluate(message: Any, context: Any) -> Any:
+    return reply_to(message, _host(str(context.node_config["settings"])))
+
+
 @lru_cache(maxsize=1)
 def _host(settings: str) -> DeviceHost:
     """Return the device of this process.
@@ -47,3 +51,4 @@ server.main()(_serve)
 client = ClientApp()
 client.query()(_enrol)
 client.train()(_train)
+client.evaluate()(_evaluate)

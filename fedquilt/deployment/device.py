@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
 
 import torch
 
 from fedquilt.data import FederatedData
-from fedquilt.data.parts import Parts
+from fedquilt.deployment.device_evaluation import DeviceEvaluation, data_of_client, precision_of
 from fedquilt.deployment.states import DeviceStates, Version
 from fedquilt.deployment.terms import Terms
 from fedquilt.engines.sequential import Sequential
 from fedquilt.errors import ConfigError, FedquiltError, FormatError
 from fedquilt.family import Family
 from fedquilt.family.cut import HeldWeights
-from fedquilt.hardware.precision import DTYPES, Precision
+from fedquilt.hardware.precision import DTYPES
 from fedquilt.names import said
 from fedquilt.round.budgets import check_budgets, learner_of
 from fedquilt.round.client import first_names
@@ -91,21 +90,6 @@ class OnDevice(Sequential):
         check_budgets(self.method, jobs, self.world)
 
 
-def _precision(request: Request) -> Precision:
-    """Return the precision that a request names.
-
-    Raises:
-        FormatError: The name is not known.
-    """
-    known: tuple[Precision, ...] = get_args(Precision)
-    for precision in known:
-        if precision == request.precision:
-            return precision
-    raise FormatError(
-        f"the request has the precision {request.precision[:20]!r}; known are {', '.join(known)}"
-    )
-
-
 class Collector:
     """Stands in for a fold on a device: it keeps the updates of the client's jobs."""
 
@@ -154,6 +138,7 @@ class Device:
         self.trained = 0  # Requests that were trained, and not answered from a stored reply
         self._states: dict[str, DeviceStates] = {}
         self._families: dict[str, Family] = {}  # By fingerprint, as methods adapt them
+        self._evaluation = DeviceEvaluation(self)
 
     def answer(self, message: Message) -> Message:
         """Train what a request asks for, and return the reply.
@@ -181,6 +166,16 @@ class Device:
             reason = said(error)
         failed = Reply(request.run, request.round, request.base, digest, failed=reason)
         return failed.message()
+
+    def evaluate(self, message: Message) -> Message:
+        """Evaluate what a request asks for, and return sums. The state does not change.
+
+        A failure is not raised, but is a reply with a reason.
+
+        Args:
+            message: Request of the server, as bytes.
+        """
+        return self._evaluation.answer(message, self._states_of)
 
     def forget(self) -> None:
         """Delete the state of all runs that this object has opened, as if the device were new."""
@@ -268,8 +263,8 @@ class Device:
             )
         terms = Terms.read(request.settings, self.allowed)
         family = self._family(request, terms)
-        data = self._data(request.client.id)
-        precision = _precision(request)
+        data = data_of_client(self.data, request.client.id)
+        precision = precision_of(request.precision)
         public = data.to(self.device, DTYPES[precision]).public_samples
         world = World(
             family,
@@ -427,20 +422,4 @@ class Device:
             tuple(results),
             request.client.size,
             classes,
-        )
-
-    def _data(self, client: int) -> FederatedData:
-        """Return the device's samples as those of the client with number `client`.
-
-        All other clients have no samples. There are no test samples by client, and no validation
-        samples.
-        """
-        count = len(self.data.targets)
-        sizes = torch.zeros(client + 1, dtype=torch.int64)
-        sizes[client] = count
-        return replace(
-            self.data,
-            parts=Parts.split(torch.arange(count), sizes),
-            test_parts=None,
-            validation_parts=None,
         )

@@ -104,6 +104,16 @@ class GridCourier:
         asking = _Asking(self, "train", deadline, lambda client: self.roster.entries[client].key)
         yield from asking.all(requests)
 
+    def evaluate(self, requests: Mapping[int, Message], deadline: float) -> Iterator[CourierReply]:
+        """Send requests to evaluate, and yield each reply when it arrives.
+
+        Args:
+            requests: Request of each client, by its number.
+            deadline: Seconds after which no more replies are awaited.
+        """
+        asking = _Asking(self, "evaluate", deadline, lambda client: self.roster.entries[client].key)
+        yield from asking.all(requests)
+
 
 class _Asking:
     """One round of messages, with a thread for each, because `pull_messages` blocks.

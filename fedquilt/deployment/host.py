@@ -18,12 +18,14 @@ from fedquilt.errors import ConfigError, FedquiltError, FormatError
 from fedquilt.hardware.device import device_of
 from fedquilt.names import is_reference, said
 from fedquilt.round.wire import Message, Reply, Request
+from fedquilt.round.wire_evaluation import EvalReply, EvalRequest
 from fedquilt.runs.data_settings import Source
-from fedquilt.storage.files import why, write_text
+from fedquilt.storage.files import why, write, write_text
 from fedquilt.storage.tensor_files import bounded_json
 from fedquilt.terms import Budget
 
 SETTINGS = "device.json"  # Name of the file in the state folder of a device
+SERVER_FACTS = "server.json"  # The server's description, with which a stored net is exported
 MAX_REFERENCES = 5  # Names of code that an error lists
 
 
@@ -103,7 +105,7 @@ class DeviceHost:
         """
         settings = self.settings
         try:
-            self._device(about)
+            self.device(about)
             enrolment = Enrolment(settings.name, settings.budget, self.data.size(0))
         except FedquiltError as error:
             enrolment = Enrolment(settings.name, None, failed=str(error))
@@ -123,20 +125,52 @@ class DeviceHost:
         try:
             request = Request.read(message)
             run, round, base = request.run, request.round, request.base
-            self._refuse_code(request.settings)
-            if request.client.budget != self.settings.budget:
-                raise ConfigError(
-                    f"the server has the budget {request.client.budget} for this device; its "
-                    f"owner allows {self.settings.budget}. The server has to enrol it again."
-                )
-            return self._device(about).answer(message)
+            self._check(request)
+            return self.device(about).answer(message)
         except FedquiltError as error:
             reason = str(error)
         except Exception as error:
             reason = said(error)
         return Reply(run, round, base, digest, failed=reason).message()
 
-    def _device(self, about: bytes) -> Device:
+    def evaluate(self, about: bytes, message: Message) -> Message:
+        """Evaluate what a request asks for, and return sums. A failure is a reply, too.
+
+        Args:
+            about: The server's description (`About.to_bytes`).
+            message: A request to evaluate.
+        """
+        digest = message.digest
+        run, round, base = "", 0, -1
+        try:
+            request = EvalRequest.read(message)
+            run, round, base = request.run, request.round, request.base
+            self._check(request)
+            device = self.device(about)
+            if any(task.source != "server" for task in request.tasks):
+                write(self.settings.state / SERVER_FACTS, [about])
+            return device.evaluate(message)
+        except FedquiltError as error:
+            reason = str(error)
+        except Exception as error:
+            reason = said(error)
+        return EvalReply(run, round, base, digest, failed=reason).message()
+
+    def _check(self, request: Request | EvalRequest) -> None:
+        """Refuse a request that names code, or another budget than the owner's."""
+        self._refuse_code(request.settings)
+        if request.client.budget != self.settings.budget:
+            raise ConfigError(
+                f"the server has the budget {request.client.budget} for this device; its "
+                f"owner allows {self.settings.budget}. The server has to enrol it again."
+            )
+
+    def device(self, about: bytes) -> Device:
+        """Return the device for a server, which is built at the first call.
+
+        Args:
+            about: The server's description (`ServerFacts.to_bytes`).
+        """
         if about not in self._devices:
             description = ServerFacts.read(about)
             data = description.fitted(self.data)

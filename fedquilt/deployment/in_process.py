@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -34,10 +34,11 @@ class InProcess:
     """Courier to devices in the same process. Only bytes pass between server and device."""
 
     devices: Mapping[int, Device]
-    faults: Faults | None = None  # None: every reply arrives
+    faults: Faults | None = None  # None: every reply to a request to train arrives
     offline: set[int] = field(default_factory=set)  # Clients that cannot be reached
     bytes_down: int = 0  # Bytes of all requests
     bytes_up: int = 0  # Bytes of all replies
+    evaluation_faults: Faults | None = None  # None: every reply to a request to evaluate arrives
 
     def online(self) -> Sequence[int]:
         """Return the clients whose devices can be reached, in ascending order."""
@@ -52,13 +53,39 @@ class InProcess:
             requests: Request of each client, by its number.
             deadline: Seconds that devices have. Devices in one process have as long as they need.
         """
+        answers = {client: device.answer for client, device in self.devices.items()}
+        yield from self._delivered(requests, answers, self.faults)
+
+    def evaluate(self, requests: Mapping[int, Message], deadline: float) -> Iterator[CourierReply]:
+        """Let every device evaluate, one after another, and yield what arrives of each reply.
+
+        Args:
+            requests: Request of each client, by its number.
+            deadline: Seconds that devices have. Devices in one process have as long as they need.
+        """
+        answers = {client: device.evaluate for client, device in self.devices.items()}
+        yield from self._delivered(requests, answers, self.evaluation_faults)
+
+    def _delivered(
+        self,
+        requests: Mapping[int, Message],
+        answers: Mapping[int, Callable[[Message], Message]],
+        faults: Faults | None,
+    ) -> Iterator[CourierReply]:
+        """Yield what arrives of the reply to each request.
+
+        Args:
+            requests: Request of each client, by its number.
+            answers: Function of each client's device that answers a request.
+            faults: What happens to replies on their way. None: they arrive.
+        """
         for client, request in requests.items():
             if client in self.offline:
                 yield CourierReply(client, None, "the device is offline")
                 continue
             self.bytes_down += request.bytes
-            reply = self.devices[client].answer(request)
-            replies = [reply] if self.faults is None else self.faults(client, reply)
+            reply = answers[client](request)
+            replies = [reply] if faults is None else faults(client, reply)
             for arrived in replies:
                 if arrived is None:
                     yield CourierReply(client, None, "the reply got lost")

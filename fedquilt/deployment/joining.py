@@ -166,6 +166,8 @@ def checked_settings(settings: DeviceSettings) -> tuple[DeviceHost, list[str]]:
         "  in every round that it takes part in: the trained weights of its part of the model, "
         "the mean training loss, the numbers of steps and batches, the classes that occur in its "
         "samples",
+        "  in an evaluation: the number of test samples, sums of losses and correct predictions "
+        "over them, and sums of norm statistics over its training samples",
         "  if it fails: the reason, as one sentence that may have names and shapes of weights",
         "Samples stay on this device. The server can read all that is sent.",
     ]

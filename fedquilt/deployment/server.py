@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
@@ -27,6 +27,7 @@ from fedquilt.deployment.grid import GridCourier
 from fedquilt.deployment.roster import ROSTER, Roster
 from fedquilt.deployment.terms import Terms
 from fedquilt.engines.flower.engine import Flower
+from fedquilt.engines.flower.evaluation import SamplesName, ServerSamples
 from fedquilt.errors import ConfigError, FedquiltError, RecordError
 from fedquilt.fleets.presets import Given
 from fedquilt.names import said
@@ -61,6 +62,8 @@ class ServeRequest:
     deadline: float  # Seconds that devices have in a round
     least: int = 1  # Devices that have to be online before a round begins
     keys: tuple[str, ...] = ()  # Public keys in the order of clients. Empty: by the device's name
+    # Samples of the server that evaluation uses. Devices use theirs for the rest
+    samples: SamplesName = "both"
 
     def save(self, folder: Path) -> None:
         """Write the request to the folder of a run."""
@@ -70,6 +73,7 @@ class ServeRequest:
             "deadline": self.deadline,
             "least": self.least,
             "keys": list(self.keys),
+            "samples": self.samples,
         }
         write_text(folder / WORKPLACE / REQUEST, json.dumps(plain, indent=1) + "\n")
 
@@ -83,12 +87,16 @@ class ServeRequest:
         path = folder / WORKPLACE / REQUEST
         try:
             plain = json.loads(path.read_text())
+            samples = plain.get("samples", "both")  # Earlier versions used all samples.
+            if samples not in get_args(SamplesName):
+                raise ValueError(f"its samples are {samples!r}")
             return ServeRequest(
                 str(plain["run_id"]),
                 int(plain["num_clients"]),
                 float(plain["deadline"]),
                 int(plain["least"]),
                 tuple(map(str, plain["keys"])),
+                samples,
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RecordError(f"{path} is damaged: {said(error)}") from error
@@ -191,7 +199,8 @@ def _train(folder: Path, grid: Grid) -> None:
     experiment = Experiment.of(read_toml(config), file=str(config))
     roster = Roster.load(folder / ROSTER)
     courier = GridCourier(grid, roster)
-    # Every client needs a part of the server's samples, on which it is evaluated.
+    # The server's samples give the shape, the classes and the normalisation. They are divided among
+    # clients for `fedquilt clients`.
     dealt = experiment.data.federate(request.num_clients, experiment.seed)
     models = experiment.models or (Model.usual(dealt[0]),)
     courier.about = ServerFacts.of(request.run_id, models, dealt[0]).to_bytes()
@@ -306,6 +315,7 @@ def prepared(
         deadline=request.deadline,
         sizes={entry.client: entry.size for entry in courier.roster},
         least=request.least,
+        server_samples=ServerSamples.of(request.samples),
     )
     evaluation = experiment.evaluation or Evaluation(every=math.ceil(experiment.rounds / 10))
     run = prepare(

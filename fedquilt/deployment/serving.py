@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedquilt.config.toml import read_toml
@@ -29,6 +29,7 @@ from fedquilt.deployment.server import (
     write_request,
 )
 from fedquilt.deployment.superlink import SuperLink
+from fedquilt.engines.flower.evaluation import SamplesName
 from fedquilt.errors import ConfigError
 from fedquilt.round import Record
 from fedquilt.runs.experiment import Experiment
@@ -109,6 +110,7 @@ def begin(
     address: Address,
     deadline: float,
     least: int,
+    samples: SamplesName | None = None,
 ) -> tuple[Experiment, ServeRequest]:
     """Write the request of a new run, or return that of a run which is resumed.
 
@@ -119,6 +121,8 @@ def begin(
         address: Where devices connect.
         deadline: Seconds that devices have in a round.
         least: Devices that have to be online before a round begins.
+        samples: Samples of the server that evaluation uses. None: those of the run that is resumed,
+            or all.
 
     Raises:
         ConfigError: The folder has another run, or the numbers do not fit.
@@ -139,8 +143,12 @@ def begin(
                 f"--clients {num_clients} was asked for; the run in {folder} has "
                 f"{stored.num_clients} clients. Without --clients it is resumed."
             )
-        request = ServeRequest(
-            stored.run_id, stored.num_clients, deadline, least, address.public_keys or stored.keys
+        request = replace(
+            stored,
+            deadline=deadline,
+            least=least,
+            keys=address.public_keys or stored.keys,
+            samples=samples or stored.samples,
         )
         request.save(folder)
         return known, request
@@ -166,7 +174,8 @@ def begin(
         )
     if least > count:
         raise ConfigError(f"--least {least} was asked for; there are {count} clients.")
-    request = ServeRequest(ServeRequest.new_id(), count, deadline, least, keys)
+    used = samples or "both"
+    request = ServeRequest(ServeRequest.new_id(), count, deadline, least, keys, used)
     write_request(folder, experiment, request)
     return experiment, request
 

@@ -24,6 +24,7 @@ from fedquilt.storage.tensor_files import NO_LIMIT, TensorFile
 from fedquilt.terms import ClientState, Submodel
 
 CPU = torch.device("cpu")
+OWN_NET = "own.safetensors"  # The net that the device tested last as its own, for export
 MAX_VERSIONS = 2  # The base of the last round, and what that round left
 
 
@@ -140,6 +141,11 @@ class DeviceStates:
             make_folder(folder)
 
     @property
+    def is_in_memory(self) -> bool:
+        """Return True if versions end with the process."""
+        return self._folder is None
+
+    @property
     def rounds(self) -> list[int]:
         """Return the rounds, counted from 0, of which there is a version, in ascending order."""
         if self._folder is None:
@@ -174,6 +180,11 @@ class DeviceStates:
         else:
             write(self._path(version.round), version.blob().chunks())
         self.keep({base, version.round})
+
+    def store_own_net(self, blob: Blob) -> None:
+        """Write the net that the device tested as its own to the folder. It is no version."""
+        assert self._folder is not None, "states in memory have no folder"
+        write(self._folder / OWN_NET, blob.chunks())
 
     def keep(self, rounds: set[int]) -> None:
         """Delete the versions of all rounds that are not in `rounds`."""

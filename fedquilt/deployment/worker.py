@@ -157,7 +157,8 @@ def reply_to(message: Any, host: DeviceHost) -> Any:
     """Return Flower's reply to a message of Flower.
 
     Args:
-        message: A message of type `query`, to which a device introduces itself, or `train`.
+        message: A message of type `query`, to which a device introduces itself, `train` or
+            `evaluate`.
         host: Replies to messages.
     """
     from flwr.app import Error
@@ -172,6 +173,8 @@ def reply_to(message: Any, host: DeviceHost) -> Any:
         reply = host.enrol(about)
     elif kind == "train":
         reply = host.answer(about, content)
+    elif kind == "evaluate":
+        reply = host.evaluate(about, content)
     else:
         unknown = Error(code=2, reason=f"a device does not know {kind[:40]!r}")
         return FlowerMessage(unknown, reply_to=message)

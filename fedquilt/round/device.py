@@ -13,14 +13,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from fedquilt.round.budgets import learner_of
 from fedquilt.round.client_state import joined_states
 from fedquilt.round.federation import Federation
 from fedquilt.round.link import Arrival, Link, Outline, Packet, Transmission
 from fedquilt.round.link.coding import NOTHING
 from fedquilt.round.training.learner import Learner
-from fedquilt.terms import ClientState, Job, Payload, Submodel, Weights
+from fedquilt.terms import ClientState, Job, Payload, Server, Submodel, Weights
 
 RECEIVED = "received"  # Slot with the weights that a client received last, as a change
+# Prefix of extras that name a weight which the device got once, such as one of its private net.
+# They have no values, which are on the device.
+INSTALLED = "installed/"
 
 
 @dataclass(frozen=True)
@@ -240,7 +244,8 @@ def server_memory(
     """Return what the server remembers of a device after a round of it that counted.
 
     It has no weights, because those are on the device. It has the positions of all jobs so far, the
-    optimizer steps, and what the device received, if the codec needs that.
+    optimizer steps, the names of weights that the device gets once, and what it received, if the
+    codec needs that.
 
     Args:
         federation: World, method and link.
@@ -254,5 +259,30 @@ def server_memory(
     if federation.link.tracks and known:
         first = federation.world.family.cutter.gather(initial, job.submodel, list(known))
         slots[RECEIVED] = {name: value - first[name] for name, value in known.items()}
-    new = ClientState(job.submodel, {}, slots, steps, job.round)
+    member = federation.world.family.member(job.submodel)
+    installed = learner_of(federation.method, job, federation.world).installed(member)
+    extras = dict(memory.extras) if memory else {}
+    extras |= {INSTALLED + name: torch.empty(0) for name in installed}
+    new = ClientState(job.submodel, {}, slots, steps, job.round, extras)
     return new if memory is None else joined_states(federation, memory, new, initial)
+
+
+def with_installed(server: Server, job: Job) -> Server:
+    """Return a state whose memory of a job has the names of weights that the device got once.
+
+    So the device does not get them again. They have no values.
+
+    Args:
+        server: State with what the server remembers of devices.
+        job: What the client is asked to train.
+    """
+    key = job.client.id, job.submodel.scope
+    memory = server.memory.get(key)
+    if memory is None:
+        return server
+    names = {
+        name.removeprefix(INSTALLED): value
+        for name, value in memory.extras.items()
+        if name.startswith(INSTALLED)
+    }
+    return replace(server, memory={key: replace(memory, weights=names)})

@@ -16,6 +16,7 @@ from torch import Tensor
 from fedquilt.terms import ClientState, Job, Server, Submodel, Weights
 
 if TYPE_CHECKING:
+    from fedquilt.fleets.fleet import Fleet
     from fedquilt.round.eval_jobs import EvalJob
     from fedquilt.round.federation import Federation, World
     from fedquilt.round.fold import Fold
@@ -94,6 +95,25 @@ class Attendance:
         )
 
 
+@dataclass(frozen=True)
+class EvaluationReport:
+    """Devices that were asked to evaluate nets, and nets that could not be evaluated."""
+
+    attendance: Attendance  # Devices that were asked, and the fate of their replies
+    # Keys of nets that were not tested, because no device could measure their norm statistics
+    uncalibrated: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as values that JSON can hold."""
+        return {**self.attendance.to_dict(), "uncalibrated": list(self.uncalibrated)}
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> EvaluationReport:
+        """Return the report that `to_dict` wrote."""
+        uncalibrated = tuple(map(str, plain["uncalibrated"]))
+        return EvaluationReport(Attendance.from_dict(plain), uncalibrated)
+
+
 @dataclass
 class Outcome:
     """Memories, losses, costs and missing clients of one round of training."""
@@ -155,6 +175,9 @@ class Engine(ABC):
     device: torch.device  # Where the server's state is kept.
     # True: the engine may return outputs for single samples, which some metrics need.
     outputs_may_leave: ClassVar[bool] = False
+    # True: `Server.memory` has the weights that clients keep. False: they are on devices, which add
+    # them to the tests that need them.
+    has_client_states: ClassVar[bool] = True
 
     @abstractmethod
     def train(
@@ -225,7 +248,8 @@ class Engine(ABC):
             client: Client whose samples are used. None: the pooled samples of all clients.
 
         Returns:
-            Norm statistics by name for each net, in the order of `nets`.
+            Norm statistics by name for each net, in the order of `nets`. They are empty for a net
+            that nobody can measure.
         """
 
     @abstractmethod
@@ -272,6 +296,23 @@ class Engine(ABC):
     @abstractmethod
     def has_validation(self) -> bool:
         """Return True if clients hold back some of their training samples for validation."""
+
+    def evaluating(self, server: Server, fleet: Fleet, max_clients: int) -> Engine:
+        """Return the engine that evaluates a state, which is this one by default.
+
+        An engine whose clients are devices returns one that knows which devices it may ask.
+
+        Args:
+            server: State that is evaluated, with what the server remembers of clients.
+            fleet: Clients and their budgets.
+            max_clients: Most clients that are asked for one test.
+        """
+        return self
+
+    @property
+    def evaluation_report(self) -> EvaluationReport | None:
+        """Return the devices that took part in the evaluations so far. None: none was asked."""
+        return None
 
     def online(self) -> Sequence[int] | None:
         """Return the clients that can be reached now, in ascending order. None: all clients."""

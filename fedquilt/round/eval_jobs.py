@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 
 SampleSet = Literal["test", "training", "validation"]  # Sets of samples that engines have.
+# Origin of the weights of a tested net. server: all come from the server. client: the net as a
+# client holds it after a download, with what it keeps. memory: a net that a client keeps.
+WeightsFrom = Literal["server", "client", "memory"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,9 @@ class EvalJob:
     # samples if no client is named.
     on: SampleSet = "test"
     limit: int | None = None  # Most samples to test on. None: all of the set.
+    # Origin of the weights. If clients keep state on devices, `weights` has only what the server
+    # sends, and the device adds the rest.
+    source: WeightsFrom = "server"
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,11 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.checks import one_of, within
 from fedquilt.fleets.fleet import Fleet
-from fedquilt.round.client import own_state
-from fedquilt.round.deployed import client_nets, cut_nets, members_by_share, ready
+from fedquilt.round.deployed import cut_nets, members_by_share, ready
 from fedquilt.round.eval_jobs import EvalJob, joined
 from fedquilt.round.federation import Federation
 from fedquilt.round.labels import share_label
-from fedquilt.round.norm_statistics import (
-    measured_statistics,
-)
+from fedquilt.round.own_tests import is_among_own_classes, own_test, tests_of_kept_nets
 from fedquilt.round.ranking import ranked
 from fedquilt.round.scores import (
     Grades,
@@ -32,7 +29,7 @@ from fedquilt.round.scores import (
     main_by_label,
 )
 from fedquilt.round.training.attacks import PGD
-from fedquilt.terms import Budget, Client, ClientState, Job, Server, Submodel
+from fedquilt.terms import Budget, Client, Server, Submodel
 
 if TYPE_CHECKING:
     from fedquilt.data import FederatedData
@@ -137,6 +134,7 @@ def grade(
     """
     method = federation.method
     world = federation.world
+    engine = engine.evaluating(server, fleet, how.clients)
     grades = _tested(federation, server, fleet, engine, how)
     if method.keeps_nets:
         grades.metrics.update(_kept_by_clients(federation, server, fleet, engine, how))
@@ -146,7 +144,7 @@ def grade(
     ).items():
         if math.isfinite(value):
             grades.metrics[name] = {full_label: value}
-    return grades
+    return replace(grades, report=engine.evaluation_report)
 
 
 def _kept_by_clients(
@@ -172,7 +170,7 @@ def _kept_by_clients(
         tests = [
             test
             for client in clients
-            for test in _tests_of_kept_nets(federation, server, client, engine, how)
+            for test in tests_of_kept_nets(federation, server, client, engine, how)
         ]
         scores = engine.evaluate(federation, [test for _, test in tests], how.batch_size)
         for (metric, _), score in zip(tests, scores, strict=True):
@@ -201,59 +199,6 @@ def _clients_with_memory(
     return [
         fleet.client(client, server.last(client), seed, engine.size(client)) for client in clients
     ]
-
-
-def _tests_of_kept_nets(
-    federation: Federation, server: Server, client: Client, engine: Engine, how: Evaluation
-) -> Iterator[tuple[str, EvalJob]]:
-    """Yield tests of the nets that a client keeps, each with the name of its metric.
-
-    A net named `private` gives `private_accuracy` on all test samples. If clients have test samples
-    of their own, `local_private_accuracy` on those follows.
-
-    Args:
-        federation: World, method and link.
-        server: State with the client's memory.
-        client: Client whose nets are tested.
-        engine: Engine that has the samples.
-        how: Settings of the evaluation.
-    """
-    method = federation.method
-    world = federation.world
-    main = world.task.main.name
-    memory = server.memory[client.id, ""]
-    label = share_label(method, client.budget, world)
-    own_classes = _among_own_classes(federation)
-    for name, net in method.kept_nets(memory, world).items():
-        state = _remembered(federation, net, memory, engine.device)
-        if method.local.norm.measures and world.family.statistics:
-            (statistics,) = measured_statistics(
-                federation, [(net, state)], engine, how.batch_size, client.id
-            )
-            state |= statistics
-        test = EvalJob(label, (net,), state)
-        yield f"{name}_{main}", test
-        if how.per_client and engine.tests_by_client:
-            client_test = replace(test, client=client.id, own_classes=own_classes, absent=how.logit)
-            yield f"local_{name}_{main}", client_test
-
-
-def _remembered(
-    federation: Federation, net: Submodel, memory: ClientState, device: torch.device
-) -> dict[str, Tensor]:
-    """Return a net's weights by name: those of a client's memory, else the initial ones.
-
-    Args:
-        federation: World, method and link.
-        net: Sub-model whose positions the result has.
-        memory: What the client kept from earlier rounds.
-        device: Device of the initial weights.
-    """
-    cutter = federation.world.family.cutter
-    initial = federation.initial_on(device)
-    names = [name for name in federation.world.family.member(net).names if name in initial]
-    first = cutter.gather(initial, net, names)
-    return cutter.overlay(first, net.held, memory.weights, memory.submodel.held)
 
 
 def gradients_at(
@@ -398,7 +343,7 @@ def _by_client(
     """
     if not engine.tests_by_client:
         return list(tests)
-    own_classes = _among_own_classes(federation)
+    own_classes = is_among_own_classes(federation)
     return [
         replace(test, client=client.id, own_classes=own_classes, absent=how.logit)
         for test in tests
@@ -498,43 +443,3 @@ def _in_batches(clients: list[Client], count: int = 16) -> Iterator[list[Client]
     """
     for first in range(0, len(clients), count):
         yield clients[first : first + count]
-
-
-def own_test(
-    federation: Federation, server: Server, client: Client, engine: Engine, how: Evaluation
-) -> EvalJob:
-    """Return a test of the model that a client holds now.
-
-    It uses the client's own test samples, or all test samples if clients have none of their own.
-
-    Args:
-        federation: World, method and link.
-        server: State that the client downloads from.
-        client: Client to test.
-        engine: Engine that has the samples.
-        how: Settings of the evaluation.
-    """
-    method = federation.method
-    world = federation.world
-    nets = client_nets(method, server, client, world)
-    jobs = [Job(client, net, server.round) for net in nets]
-    states = {job.submodel: own_state(federation, server, job, engine.device) for job in jobs}
-    if method.local.norm.measures and world.family.statistics:
-        net_statistics = measured_statistics(
-            federation, list(states.items()), engine, how.batch_size, client.id
-        )
-        states = {
-            net: {**state, **statistics}
-            for (net, state), statistics in zip(states.items(), net_statistics, strict=True)
-        }
-    label = share_label(method, client.budget, world)
-    own_classes = _among_own_classes(federation)
-    return EvalJob(label, nets, joined(nets, states), client.id, own_classes, how.logit)
-
-
-def _among_own_classes(federation: Federation) -> bool:
-    """Return True if a client is tested on the classes that it holds only, as it is trained.
-
-    That is so if the loss is masked by client, and the task has classes.
-    """
-    return federation.method.local.masked == "client" and federation.world.task.has_classes

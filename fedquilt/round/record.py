@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedquilt.round.engine import Attendance
+from fedquilt.round.engine import Attendance, EvaluationReport
 from fedquilt.round.scores import Grades
 
 
@@ -42,6 +42,7 @@ class Record:
         `accuracy`, `metrics` and `main` are present only if the round was evaluated. `validation`
         is present if validation samples were tested in addition to the test set. `main` names the
         metric that tables, targets and trackers use. `accuracy` is empty if the task has none.
+        `evaluated_by` is present if devices have evaluated.
 
         Figures that do not apply are left out, such as `link_seconds` without a clock or
         `server_macs` of a server that does not train. `late` is a count, and `late_clients` has the
@@ -68,6 +69,7 @@ class Record:
             grades = self.grades
             record |= {"accuracy": grades.accuracy, "metrics": grades.metrics, "main": grades.main}
             record |= {"validation": grades.validation} if grades.validation else {}
+            record |= {"evaluated_by": grades.report.to_dict()} if grades.report else {}
         return record
 
     @staticmethod
@@ -76,7 +78,7 @@ class Record:
 
         Records of earlier versions have `accuracy` next to `metrics`, not in it. They are read too.
         """
-        grade_keys = ("accuracy", "metrics", "main", "validation", "late_clients")
+        grade_keys = ("accuracy", "metrics", "main", "validation", "late_clients", "evaluated_by")
         values = {name: value for name, value in plain.items() if name not in grade_keys}
         if "late" in plain:
             values["late"] = tuple(plain["late_clients"])
@@ -87,7 +89,8 @@ class Record:
         metrics = plain["metrics"]
         if "main" not in plain:
             metrics = {"accuracy": plain["accuracy"], **metrics}
-        return Record(
-            **values,
-            grades=Grades(plain.get("main", "accuracy"), metrics, plain.get("validation", {})),
-        )
+        report = None
+        if "evaluated_by" in plain:
+            report = EvaluationReport.from_dict(plain["evaluated_by"])
+        main, validation = plain.get("main", "accuracy"), plain.get("validation", {})
+        return Record(**values, grades=Grades(main, metrics, validation, report))

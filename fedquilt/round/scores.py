@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fedquilt.round.engine import EvaluationReport
 from fedquilt.tasks import Task
 
 Domain = tuple[int, str]  # The number of a domain, and its name.
@@ -107,6 +108,7 @@ class Grades:
     # Main figure by share on validation samples. Empty if clients hold back none, or if all figures
     # are those of validation samples.
     validation: dict[str, float] = field(default_factory=dict)
+    report: EvaluationReport | None = None  # Devices that took part. None: none was asked
 
     @property
     def accuracy(self) -> dict[str, float]:

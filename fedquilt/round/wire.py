@@ -11,10 +11,7 @@ the job, the classes that the client has, and the number of columns that arrived
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,20 +20,28 @@ import torch
 from torch import Tensor
 
 from fedquilt.checks import whole
-from fedquilt.errors import BudgetError, FormatError
+from fedquilt.errors import FormatError
 from fedquilt.round.link import Link, Outline, Packet, Transmission
 from fedquilt.round.link.coding import NOTHING
 from fedquilt.round.link.packing import WEIGHTS
+from fedquilt.round.wire_notes import (
+    MAX_REASON,
+    VERSION,
+    checksum,
+    client_note,
+    is_number,
+    is_shape,
+    read_client,
+    read_note,
+    sealed_note,
+    submodel_in,
+    text_in,
+    whole_in,
+)
 from fedquilt.storage.files import Blob
-from fedquilt.storage.tensor_files import TensorEntry, TensorFile, bounded_json
-from fedquilt.terms import Budget, Client, Payload, Submodel, Weights
+from fedquilt.storage.tensor_files import TensorEntry, TensorFile
+from fedquilt.terms import Client, Payload, Submodel, Weights
 
-_SEAL = "sha256"  # Last key of a note
-_SEALED = re.compile(rb', "sha256": "([0-9a-f]{64})"\}$')
-VERSION = 1  # Version of the format. A device refuses any other.
-MAX_NOTE_BYTES = 4 << 20  # Largest note. A layout of ResNet-18 has 11 kB.
-MAX_NOTE_DEPTH = 24  # Nested brackets in a note
-MAX_REASON = 500  # Characters of a device's reason
 MAX_JOBS = 64  # Most jobs of one client in a round
 MAX_EXTRA_VALUES = 1 << 28  # Most values of an extra that is decoded
 
@@ -56,14 +61,20 @@ class Message:
             plain: Values of the note.
             files: Tensors of each job.
         """
-        text = json.dumps(dict(plain)).encode()
-        seal = f', "{_SEAL}": "{_checksum(text, files)}"}}'.encode()
-        return Message(text[:-1] + seal, files)
+        return Message(sealed_note(plain, files), files)
+
+    def read(self, kind: str) -> dict[str, Any]:
+        """Return the values of the note.
+
+        Raises:
+            FormatError: The message is damaged, or is none of this kind or version.
+        """
+        return read_note(self.note, self.files, kind)
 
     @property
     def digest(self) -> str:
         """Return the SHA-256 of the whole message."""
-        return _checksum(self.note, self.files)
+        return checksum(self.note, self.files)
 
     @property
     def bytes(self) -> int:
@@ -106,7 +117,7 @@ class Request:
             "version": VERSION,
             "run": self.run,
             "round": self.round,
-            "client": _client_note(self.client),
+            "client": client_note(self.client),
             "jobs": [
                 {
                     "submodel": submodel.to_dict(),
@@ -137,36 +148,36 @@ class Request:
         Raises:
             FormatError: It is no request, or one of another version.
         """
-        plain = _read_note(message, "request")
+        plain = message.read("request")
         jobs = plain.get("jobs")
         if not isinstance(jobs, list) or not 1 <= len(jobs) <= MAX_JOBS:
             raise FormatError(f"it has no list of 1 to {MAX_JOBS} jobs")
         deadline = plain.get("deadline")
-        if deadline is not None and not _is_number(deadline):
+        if deadline is not None and not is_number(deadline):
             raise FormatError("its deadline is no number")
         shapes = plain.get("extra_shapes")
-        if not isinstance(shapes, dict) or not all(_is_shape(shape) for shape in shapes.values()):
+        if not isinstance(shapes, dict) or not all(is_shape(shape) for shape in shapes.values()):
             raise FormatError("its extra_shapes are no table of shapes")
         if not isinstance(plain.get("settings"), dict) or not isinstance(plain.get("sample"), dict):
             raise FormatError("its settings or its sample are no table")
         return Request(
-            run=_text(plain, "run"),
-            round=_whole(plain, "round"),
-            client=_read_client(plain.get("client")),
-            submodels=tuple(_submodel(job, "submodel") for job in jobs),
+            run=text_in(plain, "run"),
+            round=whole_in(plain, "round"),
+            client=read_client(plain.get("client")),
+            submodels=tuple(submodel_in(job, "submodel") for job in jobs),
             settings=plain["settings"],
-            seed=_whole(plain, "seed", least=-(2**63)),
-            precision=_text(plain, "precision"),
-            fingerprint=_text(plain, "fingerprint"),
-            num_clients=_whole(plain, "num_clients"),
-            base=_whole(plain, "base", least=-1),
+            seed=whole_in(plain, "seed", least=-(2**63)),
+            precision=text_in(plain, "precision"),
+            fingerprint=text_in(plain, "fingerprint"),
+            num_clients=whole_in(plain, "num_clients"),
+            base=whole_in(plain, "base", least=-1),
             deadline=math.inf if deadline is None else float(deadline),
             columns=tuple(_columns(job) for job in jobs),
             initial=tuple(
-                None if job.get("initial") is None else _submodel(job, "initial") for job in jobs
+                None if job.get("initial") is None else submodel_in(job, "initial") for job in jobs
             ),
             extra_shapes={name: tuple(shape) for name, shape in shapes.items()},
-            layout=_text(plain, "layout"),
+            layout=text_in(plain, "layout"),
             sample=plain["sample"],
         )
 
@@ -235,25 +246,25 @@ class Reply:
         Raises:
             FormatError: It is no reply, or one of another version.
         """
-        plain = _read_note(message, "reply")
+        plain = message.read("reply")
         results = plain.get("results")
         if not isinstance(results, list) or len(results) > MAX_JOBS:
             raise FormatError(f"it has no list of at most {MAX_JOBS} results")
         classes = plain.get("classes")
-        if classes is not None and (not _is_shape(classes) or classes != sorted(set(classes))):
+        if classes is not None and (not is_shape(classes) or classes != sorted(set(classes))):
             raise FormatError("its classes are no ascending list of whole numbers")
-        failed = _text(plain, "failed")
+        failed = text_in(plain, "failed")
         if len(failed) > MAX_REASON:
             raise FormatError(f"its reason has more than {MAX_REASON} characters")
         if not isinstance(plain.get("anew"), bool):
             raise FormatError("its anew is neither true nor false")
         return Reply(
-            run=_text(plain, "run"),
-            round=_whole(plain, "round"),
-            base=_whole(plain, "base", least=-1),
-            request=_text(plain, "request"),
+            run=text_in(plain, "run"),
+            round=whole_in(plain, "round"),
+            base=whole_in(plain, "base", least=-1),
+            request=text_in(plain, "request"),
             results=tuple(_read_result(result) for result in results),
-            size=_whole(plain, "size"),
+            size=whole_in(plain, "size"),
             classes=None if classes is None else tuple(classes),
             failed=failed,
             anew=plain["anew"],
@@ -444,79 +455,19 @@ def _difference(
     return f"the extra {too_large[0]!r} has too many values" if too_large else ""
 
 
-# --- notes --------------------------------------------------------------------------------------
-
-
-def _checksum(note: bytes, files: Sequence[bytes]) -> str:
-    """Return the SHA-256 of a note and of files in hex. Lengths of all parts are hashed too."""
-    digest = hashlib.sha256()
-    for part in (note, *files):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def _read_note(message: Message, kind: str) -> dict[str, Any]:
-    """Return the note's values. Refuse messages that are damaged, or of another kind or version."""
-    note = message.note
-    if len(note) > MAX_NOTE_BYTES:
-        raise FormatError(f"its note has {len(note):,} bytes; {MAX_NOTE_BYTES:,} are allowed")
-    seal = _SEALED.search(note)
-    if seal is None or _checksum(note[: seal.start()] + b"}", message.files) != seal[1].decode():
-        raise FormatError("it is damaged: its checksum differs from the one that was written")
-    plain = bounded_json(note, MAX_NOTE_DEPTH)
-    if not isinstance(plain, dict) or plain.get("kind") != kind:
-        raise FormatError(f"it is no {kind}")
-    if plain.get("version") != VERSION:
-        raise FormatError(
-            f"it has version {str(plain.get('version'))[:20]} of the format; this fedquilt reads "
-            f"version {VERSION}"
-        )
-    return plain
-
-
-def _client_note(client: Client) -> dict[str, Any]:
-    return {
-        "id": client.id,
-        "budget": client.budget.bounds,
-        "size": client.size,
-        "turn": client.turn,
-    }
-
-
-def _read_client(plain: Any) -> Client:
-    if not isinstance(plain, dict) or not isinstance(plain.get("budget"), dict):
-        raise FormatError("it has no client with a budget")
-    bounds = plain["budget"]
-    known = {"share", "macs", "params", "memory"}
-    if not bounds or not bounds.keys() <= known or not all(map(_is_number, bounds.values())):
-        raise FormatError(f"the budget of its client is no table of {', '.join(sorted(known))}")
-    try:
-        budget = Budget(**bounds)
-    except BudgetError as error:
-        raise FormatError(f"the budget of its client cannot be read: {error}") from error
-    return Client(_whole(plain, "id"), budget, _whole(plain, "size"), _whole(plain, "turn"))
-
-
 def _read_result(plain: Any) -> JobResult:
-    if not isinstance(plain, dict) or not _is_number(plain.get("loss")):
+    if not isinstance(plain, dict) or not is_number(plain.get("loss")):
         raise FormatError("a result has no loss")
     shapes = plain.get("extra_shapes")
-    if not isinstance(shapes, dict) or not all(_is_shape(shape) for shape in shapes.values()):
+    if not isinstance(shapes, dict) or not all(is_shape(shape) for shape in shapes.values()):
         raise FormatError("the extra_shapes of a result are no table of shapes")
     return JobResult(
         _columns(plain),
-        _whole(plain, "steps"),
-        _whole(plain, "batches"),
+        whole_in(plain, "steps"),
+        whole_in(plain, "batches"),
         float(plain["loss"]),
         {name: tuple(shape) for name, shape in shapes.items()},
     )
-
-
-def _submodel(job: Any, key: str) -> Submodel:
-    if not isinstance(job, dict):
-        raise FormatError("a job is no table")
-    return Submodel.from_dict(job.get(key))  # type: ignore[arg-type]  # It refuses other types.
 
 
 def _columns(plain: Mapping[str, Any]) -> int | None:
@@ -524,26 +475,3 @@ def _columns(plain: Mapping[str, Any]) -> int | None:
     if columns is not None and not whole(columns):
         raise FormatError("the columns of a job are no whole number")
     return columns
-
-
-def _whole(plain: Mapping[str, Any], key: str, least: int = 0) -> int:
-    value = plain.get(key)
-    if not isinstance(value, int) or not whole(value, least) or value >= 2**63:
-        raise FormatError(f"its {key} is no whole number from {least} on")
-    return value
-
-
-def _text(plain: Mapping[str, Any], key: str) -> str:
-    value = plain.get(key)
-    if not isinstance(value, str):
-        raise FormatError(f"its {key} is no text")
-    return value
-
-
-def _is_number(value: object) -> bool:
-    """Return True if a value is a finite number. Booleans do not count."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_shape(value: object) -> bool:
-    return isinstance(value, list) and all(whole(size) and size < 2**40 for size in value)

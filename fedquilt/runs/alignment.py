@@ -42,5 +42,5 @@ def measure_alignment(run: Run, samples: int = MAX_SAMPLES) -> Alignment:
             f"measure_alignment was asked for a run of {type(method).__name__}; one of ProgFed "
             "would work."
         )
-    gradients = gradients_at(run.federation, run.server, run.engine, run.evaluation)
+    gradients = gradients_at(run.federation, run.server, run.evaluator, run.evaluation)
     return method.measure(run.server, run.world, gradients, samples)

@@ -42,6 +42,25 @@ def holds_a_run(path: Path) -> bool:
     return begun or (path / "summary.json").exists() or Checkpoints(path / "checkpoint").exist
 
 
+def lacking_samples(path: Path) -> str:
+    """Return the reason why a run's data must not be measured on, or an empty text.
+
+    The server of a deployment may have samples only to describe those of devices. `fedquilt serve`
+    wrote that to the folder.
+    """
+    file = path / "deployment" / "request.json"
+    if not file.is_file():
+        return ""
+    check_plain(file, path)
+    try:
+        samples = json.loads(file.read_bytes())["samples"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    if samples in ("both", "calibration"):
+        return ""
+    return f"the server of this deployment uses no training samples (--samples {samples})."
+
+
 def check_folder(path: Path) -> None:
     """Refuse a run's folder in which a symbolic link or a special file replaces one of its files.
 

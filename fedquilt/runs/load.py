@@ -16,7 +16,7 @@ from fedquilt.data.parts import Parts
 from fedquilt.errors import ConfigError, FedquiltError
 from fedquilt.runs.data_settings import DEFAULT_CLIENTS
 from fedquilt.runs.experiment import Experiment
-from fedquilt.runs.folder_files import check_folder
+from fedquilt.runs.folder_files import check_folder, lacking_samples
 from fedquilt.runs.run import Run
 from fedquilt.runs.saved_state import load_newest, reopen
 from fedquilt.runs.settings_file import read_settings
@@ -68,6 +68,8 @@ def load_run(path: str | Path, device: str = "cpu", trust: bool = False) -> Run:
             partitioned = experiment.data.federate(experiment.fleet.clients, experiment.seed)
         except FedquiltError as error:
             absent = str(error)
+        else:
+            absent = lacking_samples(Path(path))
     if partitioned is None:
         if "sample" not in manifest.about:  # Earlier versions did not write it.
             raise ConfigError(f"{request}; its data is not available: {absent}")

@@ -18,11 +18,11 @@ from fedquilt.engines.client_inputs import classes_held
 from fedquilt.errors import ConfigError
 from fedquilt.family.rows import inside
 from fedquilt.names import known
-from fedquilt.round.deployed import deployed_nets, ready, trained_within
+from fedquilt.round.deployed import client_nets, deployed_nets, ready, trained_within
 from fedquilt.round.eval_jobs import EvalJob, joined
-from fedquilt.round.evaluate import own_test
 from fedquilt.round.labels import share_label
 from fedquilt.round.link import Transmission
+from fedquilt.round.own_tests import is_on_device, own_test
 from fedquilt.round.ranking import ranked
 from fedquilt.round.scores import Score
 from fedquilt.tasks import Task
@@ -217,18 +217,21 @@ def _figures(run: Run, clients: list[Client]) -> list[_Figures]:
 
     A pair has the figure of the net for the client's budget and that of the widest net. If every
     client has its own net, there is no figure of a widest net. All figures are None if the engine
-    cannot test by client.
+    cannot test by client, or if the nets of clients are on devices that cannot be asked.
 
     Args:
         run: The run.
         clients: Clients with their budgets.
     """
-    method, world, engine, size = run.method, run.world, run.engine, run.evaluation.batch_size
+    method, world, size = run.method, run.world, run.evaluation.batch_size
     federation = run.federation
+    engine = run.evaluator
     if not engine.tests_by_client:
         return [(None, None)] * len(clients)
     server = ranked(federation, run.server, engine)
     if method.personal:
+        if engine.has_client_states and any(_is_on_device(run, client) for client in clients):
+            return [(None, None)] * len(clients)
         jobs = [own_test(federation, server, client, engine, run.evaluation) for client in clients]
         return [
             (_figure(score, world.task), None) for score in engine.evaluate(federation, jobs, size)
@@ -248,6 +251,13 @@ def _figures(run: Run, clients: list[Client]) -> list[_Figures]:
     return [
         (scores[nets, c.id], scores[widest, c.id]) for c, nets in zip(clients, sized, strict=True)
     ]
+
+
+def _is_on_device(run: Run, client: Client) -> bool:
+    """Return True if a client's own nets are on its device, so that they cannot be tested here."""
+    nets = client_nets(run.method, run.server, client, run.world)
+    jobs = [Job(client, net, run.server.round) for net in nets]
+    return any(is_on_device(run.federation, run.server, job) for job in jobs)
 
 
 def _figure(score: Score, task: Task) -> float | None:

@@ -14,6 +14,9 @@ from tests.deployed import (
     trained_both_ways,
 )
 from tests.engines.test_links import LINKS, RAGGED, SHARES, SHARP
+from tests.engines.test_rafl import METHODS as RAFL
+from tests.engines.test_rafl import NUM_PUBLIC
+from tests.pairs import limits, plain_pairs
 
 
 def both(name, family, play, make_data, **options):
@@ -41,3 +44,18 @@ def test_every_method_over_every_link_gives_the_same_numbers_on_devices(
     truth, other, courier = both(name, residual, play, make_data, link=LINKS[link])
     assert_same_training(truth, other)
     assert_same_states(truth.server.memory, device_states(courier, other))
+
+
+@pytest.mark.parametrize("link", ["perfect", "everything"])
+@pytest.mark.parametrize("name", RAFL)
+def test_pairs_of_nets_give_the_same_numbers_on_devices(name, link, play, make_data):
+    family = plain_pairs()
+    data = make_data(family, RAGGED, labels=2, public=NUM_PUBLIC)
+    fleet = fq.Fleet.of(limits(family), 6, cohort=5, dynamic=True)
+    options = {"fleet": fleet, "link": LINKS.get(link, fq.Link())}
+    truth, other, courier = trained_both_ways(RAFL[name], family, data, play, **options)
+    assert_same_training(truth, other)
+    assert_same_states(truth.server.memory, device_states(courier, other))
+    for metric, expected in truth.metrics.items():
+        if metric.startswith("local_"):
+            assert other.metrics[metric] == pytest.approx(expected, abs=1e-9), metric

@@ -26,10 +26,18 @@ class Courier(Protocol):
         """Return the clients that can be reached now, in ascending order."""
 
     def exchange(self, requests: Mapping[int, Message], deadline: float) -> Iterator[CourierReply]:
-        """Send requests, and yield each reply when it arrives.
+        """Send requests to train, and yield each reply when it arrives.
 
         Every client is yielded at least once, with a reply or with the reason why there is none. A
         reply may arrive twice, and may belong to an earlier request.
+
+        Args:
+            requests: Request of each client, by its number.
+            deadline: Seconds after which no more replies are awaited.
+        """
+
+    def evaluate(self, requests: Mapping[int, Message], deadline: float) -> Iterator[CourierReply]:
+        """Send requests to evaluate, and yield each reply as `exchange` does.
 
         Args:
             requests: Request of each client, by its number.

@@ -11,17 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fedquilt.data import FederatedData
 from fedquilt.engines.flower.courier import Courier
+from fedquilt.engines.flower.evaluation import OnDevices, ServerSamples
 from fedquilt.engines.flower.exchange import Exchange
 from fedquilt.engines.flower.reply_store import MAX_HELD_BYTES
 from fedquilt.engines.flower.validation import ReplyReader, SentJob, batch_sizes
 from fedquilt.engines.sequential import Sequential
+from fedquilt.fleets.fleet import Fleet
 from fedquilt.round.budgets import learner_of
 from fedquilt.round.client import known_after, known_weights
 from fedquilt.round.client_state import memory_of
@@ -30,13 +32,12 @@ from fedquilt.round.device import (
     download_outline,
     initial_needs,
     initial_positions,
+    with_installed,
 )
-from fedquilt.round.engine import FATES, Outcome
-from fedquilt.round.eval_jobs import EvalJob
+from fedquilt.round.engine import FATES, Engine, Outcome
 from fedquilt.round.federation import Federation
 from fedquilt.round.fold import Fold
 from fedquilt.round.link import Transmission
-from fedquilt.round.scores import Score
 from fedquilt.round.wire import (
     Message,
     Request,
@@ -59,7 +60,8 @@ def _forget(server: Server, clients: set[int], outcome: Outcome) -> None:
 class Flower(Sequential):
     """Engine that trains clients on devices.
 
-    The server's samples are used for evaluation and for norm statistics.
+    The server's samples, if it has any, are used for evaluation and for norm statistics. Else
+    devices evaluate, and always where results live on clients (`evaluating`).
 
     Args:
         courier: It carries messages to devices and back.
@@ -74,6 +76,7 @@ class Flower(Sequential):
             by the root mean square over all weights. Infinite: none.
         max_held_bytes: Bytes of accepted replies that stay in memory. More are in a temporary file.
         spill_folder: Folder of this file. None: that of the system.
+        server_samples: Samples that the server has for itself.
     """
 
     courier: Courier | None = None
@@ -86,6 +89,9 @@ class Flower(Sequential):
     max_rms_ratio: float = math.inf
     max_held_bytes: int = MAX_HELD_BYTES
     spill_folder: Path | None = None
+    server_samples: ServerSamples = ServerSamples()
+
+    has_client_states: ClassVar[bool] = False
 
     def online(self) -> Sequence[int] | None:
         """Return the clients whose devices can be reached now, in ascending order."""
@@ -156,34 +162,20 @@ class Flower(Sequential):
         """Return an engine of this process, because the server itself trains on public samples."""
         return Sequential(data, self.device, self.precision)
 
-    def evaluate(
-        self,
-        federation: Federation,
-        exams: Sequence[EvalJob],
-        batch_size: int,
-        by_domain: bool = False,
-    ) -> list[Score]:
-        """Return the score of every evaluation, on the samples that the server has.
-
-        A warning is logged if clients keep nets or norms of their own, because those are on the
-        devices.
+    def evaluating(self, server: Server, fleet: Fleet, max_clients: int) -> Engine:
+        """Return an engine that evaluates a state on the server's samples and on devices.
 
         Args:
-            federation: World, method and link.
-            exams: Evaluations to run.
-            batch_size: Samples in a batch.
-            by_domain: True: scores of each domain are returned too.
+            server: State that is evaluated.
+            fleet: Clients and their budgets.
+            max_clients: Most clients that are asked for one test.
         """
-        method = federation.method
-        if method.personal or method.keeps_nets:
-            name = type(method).__name__
-            self.once.warning(
-                name,
-                "%s leaves results on its clients. The server does not have them, so that these "
-                "scores are those of initial values in their place.",
-                name,
-            )
-        return super().evaluate(federation, exams, batch_size, by_domain)
+        return OnDevices(self, server, fleet, max_clients)
+
+    def _check_federation(self, federation: Federation) -> None:
+        super()._check_federation(federation)
+        if federation.method.personal or not self.server_samples.test:
+            federation.world.task.refuse_collected("an evaluation on devices")
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -237,7 +229,7 @@ class Flower(Sequential):
         federation, link = self.federation, self.federation.link
         learner = learner_of(self.method, job, self.world)
         memory = _counted(memory_of(server, job))
-        payload = self.payload(server, job, learner)
+        payload = self.payload(with_installed(server, job), job, learner)
         transmission = Transmission(self.world, job)
         member = self.world.family.member(job.submodel)
         names = learner.received(member)

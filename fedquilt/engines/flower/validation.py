@@ -22,13 +22,13 @@ from fedquilt.round.training.learner import Learner
 from fedquilt.round.update_checks import UpdateChecks
 from fedquilt.round.wire import (
     MAX_EXTRA_VALUES,
-    MAX_NOTE_BYTES,
     Expected,
     JobResult,
     Message,
     Reply,
     read_packet,
 )
+from fedquilt.round.wire_notes import MAX_NOTE_BYTES
 from fedquilt.terms import ClientState, Job, Payload, Server, Update, Weights
 
 MAX_LOSS = 1e30  # Largest loss that a reply may state

@@ -79,6 +79,55 @@ class SumMetric(Metric, ABC):
         The result is NaN if nothing was counted.
         """
 
+    def max_count(self, samples: int, output_shape: tuple[int, ...]) -> int:
+        """Return the largest whole number that sums over samples may have.
+
+        Args:
+            samples: Number of samples.
+            output_shape: Shape of a model's output, whose first entry has no effect.
+        """
+        return 2 * samples * math.prod(output_shape[1:])
+
+    def implausible(self, total: Tensor, samples: int, output_shape: tuple[int, ...]) -> str:
+        """Return the reason why sums cannot be those of samples, or an empty string.
+
+        Sums that devices send are checked by it. Whole numbers are counts, and must be from 0 to
+        `max_count`.
+
+        Args:
+            total: Sums over all batches.
+            samples: Number of samples.
+            output_shape: Shape of a model's output, whose first entry has no effect.
+        """
+        if total.is_floating_point():
+            return ""
+        most = self.max_count(samples, output_shape)
+        if bool(((total < 0) | (total > most)).any()):
+            return f"{self.name} has counts {total.flatten().tolist()[:4]}; 0 to {most} would fit"
+        return ""
+
+
+class HitMetric(SumMetric):
+    """A metric whose sums are a number of hits, and the number of targets that count."""
+
+    def implausible(self, total: Tensor, samples: int, output_shape: tuple[int, ...]) -> str:
+        """Return the reason why sums cannot be those of samples, or an empty string.
+
+        There are no more hits than targets.
+
+        Args:
+            total: Sums over all batches.
+            samples: Number of samples.
+            output_shape: Shape of a model's output, whose first entry has no effect.
+        """
+        if int(total[0]) > int(total[1]):
+            return f"{self.name} has {int(total[0])} hits of {int(total[1])} targets"
+        return super().implausible(total, samples, output_shape)
+
+    def value(self, total: Tensor) -> float:
+        """Return the share of hits, or NaN if nothing was counted."""
+        return ratio(total[0], total[1])
+
 
 class CollectedMetric(Metric, ABC):
     """A metric that needs the outputs of all samples at once.

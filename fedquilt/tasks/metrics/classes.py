@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from fedquilt.checks import within
 from fedquilt.tasks.metrics.base import (
+    HitMetric,
     SumMetric,
     TargetKind,
     ratio,
@@ -39,7 +40,16 @@ class ClassMetric(SumMetric):
 
 
 @dataclass(frozen=True)
-class Accuracy(ClassMetric):
+class ClassHits(ClassMetric, HitMetric):
+    """Base class of metrics that count the targets whose class was found."""
+
+    @override
+    def max_count(self, samples: int, output_shape: tuple[int, ...]) -> int:
+        return samples * math.prod(output_shape[2:])
+
+
+@dataclass(frozen=True)
+class Accuracy(ClassHits):
     """Share of the targets whose class has the largest output.
 
     Sums: number of correct predictions, and of targets that count (int64).
@@ -51,13 +61,9 @@ class Accuracy(ClassMetric):
         hits = (outputs.argmax(1) == targets) & counted
         return torch.stack([hits.sum(), counted.sum()])
 
-    @override
-    def value(self, total: Tensor) -> float:
-        return ratio(total[0], total[1])
-
 
 @dataclass(frozen=True)
-class TopK(ClassMetric):
+class TopK(ClassHits):
     """Share of the targets whose class is among the k largest outputs. k = 1 gives `Accuracy`.
 
     Its name is `top5` for k = 5. Sums: number of such targets, and of targets that count (int64).
@@ -86,10 +92,6 @@ class TopK(ClassMetric):
         largest = outputs.topk(self.k, dim=1).indices
         hits = (largest == targets.unsqueeze(1)).any(1) & counted
         return torch.stack([hits.sum(), counted.sum()])
-
-    @override
-    def value(self, total: Tensor) -> float:
-        return ratio(total[0], total[1])
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing_extensions import override
 
 from fedquilt.checks import one_of
 from fedquilt.tasks.metrics.base import (
+    HitMetric,
     SumMetric,
     TargetKind,
     are_columns,
     as_columns,
-    ratio,
 )
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class MicroF1(F1):
 
 
 @dataclass(frozen=True)
-class LabelAccuracy(SumMetric):
+class LabelAccuracy(HitMetric):
     """Share of labels that are predicted correctly. Outputs above 0 predict that a label applies.
 
     Sums: number of correct labels, and of all labels (int64).
@@ -107,7 +107,3 @@ class LabelAccuracy(SumMetric):
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         hits = (outputs.reshape(targets.shape) > 0) == (targets > 0.5)
         return torch.stack([hits.sum(), torch.ones_like(hits).sum()])
-
-    @override
-    def value(self, total: Tensor) -> float:
-        return ratio(total[0], total[1])

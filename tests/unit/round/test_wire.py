@@ -16,7 +16,6 @@ from fedquilt.methods.api import Client, Job, Payload
 from fedquilt.round.federation import World
 from fedquilt.round.link import PERFECT, Outline, Packet, Transmission
 from fedquilt.round.wire import (
-    MAX_NOTE_BYTES,
     Expected,
     JobResult,
     Message,
@@ -25,6 +24,7 @@ from fedquilt.round.wire import (
     packet_file,
     read_packet,
 )
+from fedquilt.round.wire_notes import MAX_NOTE_BYTES
 
 
 def request(family) -> Request:
