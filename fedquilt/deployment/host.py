@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,9 +12,10 @@ from fedquilt.data import FederatedData
 from fedquilt.deployment.device import Device
 from fedquilt.deployment.enrolment import Enrolment, ServerFacts
 from fedquilt.deployment.roster import check_name, read_budget
+from fedquilt.deployment.terms import permitted
 from fedquilt.errors import ConfigError, FedquiltError, FormatError
 from fedquilt.hardware.device import device_of
-from fedquilt.names import is_reference, said
+from fedquilt.names import said
 from fedquilt.round.wire import Message, Reply, Request
 from fedquilt.runs.data_settings import Source
 from fedquilt.storage.files import why, write_text
@@ -24,7 +23,6 @@ from fedquilt.storage.tensor_files import bounded_json
 from fedquilt.terms import Budget
 
 SETTINGS = "device.json"  # Name of the file in the state folder of a device
-MAX_REFERENCES = 5  # Names of code that an error lists
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,8 @@ class DeviceSettings:
     model: str | None = None  # Model of the owner, such as mine.py:net. None: the server's
     device: str = "cpu"  # Where tensors are trained
     threads: int = 1  # CPU threads of training
+    # Code of the owner that the server's settings may name, such as /home/me/mine.py:Mine
+    allowed: tuple[str, ...] = ()
 
     def save(self) -> Path:
         """Write the settings to the state folder, and return the path of the file."""
@@ -49,6 +49,7 @@ class DeviceSettings:
             "model": self.model,
             "device": self.device,
             "threads": self.threads,
+            "allowed": list(self.allowed),
         }
         path = self.state / SETTINGS
         write_text(path, json.dumps(plain, indent=1) + "\n")
@@ -68,11 +69,12 @@ class DeviceSettings:
             check_name(name)
             budget = read_budget(plain["budget"])
             state = Path(plain["state"])
+            allowed = tuple(map(str, plain["allowed"]))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {why(error)}.") from error
         except (FormatError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} has no settings of a device: {error}.") from error
-        return DeviceSettings(name, data, budget, state, model, device, threads)
+        return DeviceSettings(name, data, budget, state, model, device, threads, allowed)
 
 
 class DeviceHost:
@@ -123,7 +125,7 @@ class DeviceHost:
         try:
             request = Request.read(message)
             run, round, base = request.run, request.round, request.base
-            self._refuse_code(request.settings)
+            permitted(request.settings, self.settings.allowed)
             if request.client.budget != self.settings.budget:
                 raise ConfigError(
                     f"the server has the budget {request.client.budget} for this device; its "
@@ -141,32 +143,15 @@ class DeviceHost:
             description = ServerFacts.read(about)
             data = description.fitted(self.data)
             torch.set_num_threads(self.settings.threads)
-            family = description.family(data, self.settings.model)
-            folder = self.settings.state / "rounds"
-            # Another description is another run or another model: only the last one is kept.
-            self._devices = {about: Device(data, family, folder, device_of(self.settings.device))}
-        return self._devices[about]
-
-    def _refuse_code(self, settings: Mapping[str, Any]) -> None:
-        """Refuse a method, link or task that is code, because settings come from the server.
-
-        Reading such a name would import and run the code that it names.
-        """
-        names = [name for name in _texts(settings) if is_reference(name)]
-        if foreign := [name[:80] for name in names if name != self.settings.model]:
-            raise ConfigError(
-                f"the server's settings name code: {', '.join(foreign[:MAX_REFERENCES])}. A device "
-                "runs the methods, links and tasks of fedquilt alone."
+            settings = self.settings
+            family = description.family(data, settings.model, settings.allowed)
+            device = Device(
+                data,
+                family,
+                settings.state / "rounds",
+                device_of(settings.device),
+                settings.allowed,
             )
-
-
-def _texts(plain: Any) -> list[str]:
-    """Return all texts in plain values, at any depth, keys included."""
-    if isinstance(plain, str):
-        return [plain]
-    if isinstance(plain, Mapping):
-        parts = [*plain.keys(), *plain.values()]
-        return [text for part in parts for text in _texts(part)]
-    if isinstance(plain, (list, tuple)):
-        return [text for part in plain for text in _texts(part)]
-    return []
+            # Another description is another run or another model: only the last one is kept.
+            self._devices = {about: device}
+        return self._devices[about]

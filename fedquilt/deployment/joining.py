@@ -17,6 +17,7 @@ from fedquilt.deployment.roster import check_name
 from fedquilt.deployment.serving import is_loopback
 from fedquilt.deployment.supernode import WATCH_SECONDS, Isolation, SuperNode
 from fedquilt.errors import BudgetError, ConfigError, FormatError
+from fedquilt.names import is_file, is_reference, split_file
 from fedquilt.terms import Budget
 
 CONNECT_SECONDS = 10.0
@@ -45,6 +46,27 @@ def parse_budget(text: str) -> Budget:
         return Budget(share, **bounds)
     except (ValueError, BudgetError) as error:
         raise ConfigError(f"--budget {text} was asked for: {error}") from error
+
+
+def allowed_code(reference: str) -> str:
+    """Return a reference to code that `--allow` names, with an absolute path if it is a file.
+
+    The code is not imported before a server's settings name it.
+
+    Raises:
+        ConfigError: It is no reference, or there is no such file.
+    """
+    request = f"--allow {reference} was asked for"
+    if not is_reference(reference):
+        raise ConfigError(f"{request}; mine.py:Mine would work, or package.module:Mine.")
+    if not is_file(reference):
+        return reference
+    path, name = split_file(reference)
+    if not name:
+        raise ConfigError(f"{request}; the name of a class or function is needed: {path}:Mine.")
+    if not Path(path).is_file():
+        raise ConfigError(f"{request}; there is no file {path} on this device.")
+    return f"{Path(path).resolve()}:{name}"
 
 
 @dataclass(frozen=True)
