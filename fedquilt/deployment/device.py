@@ -103,11 +103,11 @@ class Device:
             request = Request.read(message)
         except FedquiltError as error:
             return Reply("", 0, -1, digest, failed=str(error)).message()
-        states = self._states_of(request.run)
-        version = states.load(request.round)
-        if version is not None and version.request == digest:
-            return version.reply
         try:
+            states = self._states_of(request.run)
+            version = states.load(request.round)
+            if version is not None and version.request == digest:
+                return version.reply
             return self._trained(request, message, digest, states, start)
         except FedquiltError as error:
             reason = str(error)

@@ -11,9 +11,11 @@ import torch
 from fedquilt.data import FederatedData
 from fedquilt.deployment.device import Device
 from fedquilt.deployment.enrolment import Enrolment, ServerFacts
+from fedquilt.deployment.problems import Problem
 from fedquilt.deployment.roster import check_name, read_budget
 from fedquilt.deployment.terms import permitted
-from fedquilt.errors import ConfigError, FedquiltError, FormatError
+from fedquilt.errors import BudgetError, ConfigError, FedquiltError, FormatError
+from fedquilt.family import Family
 from fedquilt.hardware.device import device_of
 from fedquilt.names import said
 from fedquilt.round.wire import Message, Reply, Request
@@ -77,6 +79,26 @@ class DeviceSettings:
         return DeviceSettings(name, data, budget, state, model, device, threads, allowed)
 
 
+def check_budget(family: Family, budget: Budget) -> None:
+    """Refuse a budget that holds no net of a family, not even the smallest.
+
+    Raises:
+        BudgetError: It has the costs of the smallest member.
+    """
+    problem: BudgetError | None = None
+    for variant in family.variants:
+        try:
+            family.fit(budget, variant=variant)
+            return
+        except BudgetError as error:
+            problem = error
+    assert problem is not None, "a family has at least one variant"
+    raise BudgetError(
+        f"the budget {budget} of this device holds nothing of the server's model: {problem} A "
+        "larger --budget on the device would work, or a smaller model on the server."
+    )
+
+
 class DeviceHost:
     """Replies to the messages of a server with one device, which is built at the first message.
 
@@ -104,13 +126,17 @@ class DeviceHost:
             about: The server's description (`About.to_bytes`).
         """
         settings = self.settings
+        reason = ""
         try:
-            self._device(about)
+            check_budget(self._device(about).family, settings.budget)
             enrolment = Enrolment(settings.name, settings.budget, self.data.size(0))
         except FedquiltError as error:
-            enrolment = Enrolment(settings.name, None, failed=str(error))
+            reason = str(error)
         except Exception as error:  # A model of the user may raise anything.
-            enrolment = Enrolment(settings.name, None, failed=said(error))
+            reason = said(error)
+        if reason:
+            enrolment = Enrolment(settings.name, None, failed=reason)
+        Problem.report(settings.state, Problem(reason, is_final=True) if reason else None)
         return Message(enrolment.to_bytes())
 
     def answer(self, about: bytes, message: Message) -> Message:
@@ -131,12 +157,14 @@ class DeviceHost:
                     f"the server has the budget {request.client.budget} for this device; its "
                     f"owner allows {self.settings.budget}. The server has to enrol it again."
                 )
-            return self._device(about).answer(message)
+            answer = self._device(about).answer(message)
         except FedquiltError as error:
-            reason = str(error)
+            answer = Reply(run, round, base, digest, failed=str(error)).message()
         except Exception as error:
-            reason = said(error)
-        return Reply(run, round, base, digest, failed=reason).message()
+            answer = Reply(run, round, base, digest, failed=said(error)).message()
+        reason = Reply.read(answer).failed
+        Problem.report(self.settings.state, Problem(reason) if reason else None)
+        return answer
 
     def _device(self, about: bytes) -> Device:
         if about not in self._devices:

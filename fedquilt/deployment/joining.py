@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fedquilt.deployment.host import DeviceHost, DeviceSettings
 from fedquilt.deployment.keys import check_certificate, check_device_key, check_installed
+from fedquilt.deployment.problems import ProblemLog
 from fedquilt.deployment.roster import check_name
 from fedquilt.deployment.serving import is_loopback
 from fedquilt.deployment.supernode import WATCH_SECONDS, Isolation, SuperNode
@@ -206,15 +207,25 @@ def join(
         isolation: "process": one long-lived worker. "subprocess": a process for each message.
 
     Raises:
-        ConfigError: The server refuses the key.
+        ConfigError: The server refuses the key, or the device cannot take part with its model,
+            samples or budget.
     """
     check_installed()
     node = SuperNode(settings, server.address, server.ca, server.key, isolation)
     refused_since: float | None = None
     is_active = False
+    problems = ProblemLog(settings.name, settings.state)
     with node:
         while True:
             node.watch()
+            line, problem = problems.changed()
+            if problem is not None and problem.is_final:
+                raise ConfigError(
+                    f"{settings.name} cannot take part in the federation of {server.address}: "
+                    f"{problem.text}"
+                )
+            if line:
+                say(line)
             now = time.monotonic()
             if node.is_active != is_active:
                 is_active = node.is_active
