@@ -10,6 +10,7 @@ import torch
 
 import fedquilt as fq
 from fedquilt.deployment.device import Device
+from fedquilt.deployment.device_family import emptied
 from fedquilt.deployment.in_process import Faults, InProcess, own_data
 from fedquilt.deployment.terms import Terms
 from fedquilt.engines.flower.engine import Flower
@@ -23,7 +24,9 @@ def devices_of(family: fq.Family, data: fq.FederatedData, folder: Any = None) ->
     """Return a device for every client, with that client's samples alone."""
     return {
         client: Device(
-            own_data(data, client), family, None if folder is None else folder / str(client)
+            own_data(data, client),
+            emptied(family),
+            None if folder is None else folder / str(client),
         )
         for client in range(data.num_clients)
     }

@@ -30,6 +30,9 @@ Count = Annotated[int, tyro.conf.arg(metavar="INT", **_quiet)]
 Hosts = Annotated[
     tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME", **_quiet)
 ]
+Code = Annotated[
+    tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FILE.py:NAME", **_quiet)
+]
 OutPlace = Annotated[Path, tyro.conf.arg(metavar="DIR", **_quiet)]
 Needed = Annotated[str, tyro.conf.arg(metavar="NAME", **_quiet)]
 SuperLinkAddress = Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT", **_quiet)]
@@ -213,6 +216,8 @@ class JoinCommand:
     name: Text = None  # name of this device for the server; that of the machine if not given
     device: Text = None  # device to train on, such as cpu or cuda; cpu if not given
     threads: Whole = None  # CPU threads; 1 if not given
+    # code of yours that the server's settings may name, such as mine.py:Mine; may be given again
+    allow: Code = ()
     # process: one worker for all rounds. subprocess: a process for each message, which is slower
     isolation: IsolationName = "process"
 
@@ -220,7 +225,12 @@ class JoinCommand:
         """Check everything, print what will be sent, and take part until ctrl-C."""
         from fedquilt.cli.show import console_for, say
         from fedquilt.deployment.host import DeviceSettings
-        from fedquilt.deployment.joining import ServerEndpoint, checked_settings, join
+        from fedquilt.deployment.joining import (
+            ServerEndpoint,
+            allowed_code,
+            checked_settings,
+            join,
+        )
         from fedquilt.deployment.keys import check_installed
         from fedquilt.hardware.device import device_of
 
@@ -236,6 +246,7 @@ class JoinCommand:
             self.model,
             self.device or "cpu",
             1 if self.threads is None else self.threads,
+            tuple(map(allowed_code, self.allow)),
         )
         _, lines = checked_settings(settings)
         ca = None if self.ca is None else Path(self.ca).resolve()

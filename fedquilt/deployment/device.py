@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
 
 from fedquilt.data import FederatedData
+from fedquilt.deployment.device_engine import Collector, OnDevice
 from fedquilt.deployment.device_evaluation import DeviceEvaluation, data_of_client, precision_of
+from fedquilt.deployment.device_family import check_layouts, emptied
 from fedquilt.deployment.states import DeviceStates, Version
 from fedquilt.deployment.terms import Terms
-from fedquilt.engines.sequential import Sequential
 from fedquilt.errors import ConfigError, FedquiltError, FormatError
-from fedquilt.family import Family
+from fedquilt.family import Family, Layout
 from fedquilt.family.cut import HeldWeights
 from fedquilt.hardware.precision import DTYPES
 from fedquilt.names import said
-from fedquilt.round.budgets import check_budgets, learner_of
+from fedquilt.round.budgets import learner_of
 from fedquilt.round.client import first_names
 from fedquilt.round.device import (
     columns_of,
@@ -28,7 +29,6 @@ from fedquilt.round.device import (
     reach_of,
 )
 from fedquilt.round.federation import Federation, World
-from fedquilt.round.fold import Merged
 from fedquilt.round.link import Outline, Packet, Transmission
 from fedquilt.round.training.batches import itinerary
 from fedquilt.round.training.learner import Learner
@@ -42,75 +42,7 @@ from fedquilt.round.wire import (
     packet_file,
     read_packet,
 )
-from fedquilt.terms import ClientState, Job, Payload, Server, Submodel, Update, Weights
-
-
-@dataclass
-class OnDevice(Sequential):
-    """Engine that trains one client from what a request brought."""
-
-    # Weights that the client gets once, by the scope of the job
-    first: Mapping[str, Weights] = field(default_factory=dict)
-    # Shapes of the server's extras, by name
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.extra_shapes = {name: torch.Size(shape) for name, shape in self.shapes.items()}
-
-    def payload(self, server: Server, job: Job, learner: Learner) -> Payload:
-        """Return a payload without values, because those that arrived are in the device's link.
-
-        It has only the weights that the client gets once.
-
-        Args:
-            server: It is not used.
-            job: What the client is asked to train.
-            learner: It is not used.
-        """
-        return Payload(job.submodel, {}, first=self.first[job.submodel.scope])
-
-    def _begin_round(self, federation: Federation, server: Server, jobs: Sequence[Job]) -> None:
-        """Begin a round, and check its jobs.
-
-        The scopes of the server are not checked, because a device does not know them.
-
-        Args:
-            federation: World, method and link.
-            server: It is not used.
-            jobs: Jobs of the client.
-
-        Raises:
-            SubmodelError: Positions of a job do not fit the model.
-            BudgetError: The jobs exceed the client's budget.
-        """
-        self.begin(federation)
-        for job in jobs:
-            self.world.family.check(job.submodel, f"client {job.client.id}")
-        check_budgets(self.method, jobs, self.world)
-
-
-class Collector:
-    """Stands in for a fold on a device: it keeps the updates of the client's jobs."""
-
-    def __init__(self) -> None:
-        self.updates: list[Update] = []
-
-    def add(self, update: Update) -> None:
-        """Keep an update, to be sent to the server."""
-        self.updates.append(update)
-
-    def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
-        """Raise AssertionError, because a device trains its jobs one after another."""
-        raise AssertionError("a device trains its jobs one after another")
-
-    def join(self, other: Collector) -> None:
-        """Append the updates of another collector."""
-        self.updates += other.updates
-
-    def finish(self, server: Server) -> Merged:
-        """Raise AssertionError, because only the server merges."""
-        raise AssertionError("a device does not merge")
+from fedquilt.terms import ClientState, Job, Server, Submodel, Update, Weights
 
 
 class Device:
@@ -149,17 +81,18 @@ class Device:
         Args:
             message: Request of the server, as bytes.
         """
+        start = time.monotonic()
         digest = message.digest
         try:
             request = Request.read(message)
         except FedquiltError as error:
             return Reply("", 0, -1, digest, failed=str(error)).message()
-        states = self._states_of(request.run)
-        version = states.load(request.round)
-        if version is not None and version.request == digest:
-            return version.reply
         try:
-            return self._trained(request, message, digest, states)
+            states = self._states_of(request.run)
+            version = states.load(request.round)
+            if version is not None and version.request == digest:
+                return version.reply
+            return self._trained(request, message, digest, states, start)
         except FedquiltError as error:
             reason = str(error)
         except Exception as error:  # A model or method of the user may raise anything.
@@ -193,25 +126,33 @@ class Device:
         return self._states[run]
 
     def _trained(
-        self, request: Request, message: Message, digest: str, states: DeviceStates
+        self,
+        request: Request,
+        message: Message,
+        digest: str,
+        states: DeviceStates,
+        start: float,
     ) -> Message:
         """Train a request from the version that it names, save the result, and return the reply.
 
-        If the device no longer has that version, the reply says so and nothing is trained.
+        If the device no longer has that version, the reply says so and nothing is trained. An error
+        leaves all versions as they are.
 
         Args:
             request: The request.
             message: The same as bytes, with the tensors.
             digest: Digest of the message.
-            states: Versions of the device's state in this run. Those of other rounds are deleted.
+            states: Versions of the device's state in this run. After training, there are the base
+                and the new one.
+            start: When the request arrived, by `time.monotonic`.
         """
         base = states.load(request.base) if request.base >= 0 else None
         if request.base >= 0 and base is None:
             reason = f"the state of round {request.base + 1} is lost"
             lost = Reply(request.run, request.round, request.base, digest, failed=reason, anew=True)
             return lost.message()
-        states.keep({request.base})
         federation, jobs, engine, initial = self._prepared(request, message, base)
+        engine.deadline, engine.start = request.deadline, start
         memory = {
             (request.client.id, scope): state
             for scope, state in (base.states if base else {}).items()
@@ -262,7 +203,7 @@ class Device:
                 f"the request has {len(request.submodels)} jobs and {len(message.files)} files"
             )
         terms = Terms.read(request.settings, self.allowed)
-        family = self._family(request, terms)
+        family = self.adapted_family(request.fingerprint, terms, request.layout)
         data = data_of_client(self.data, request.client.id)
         precision = precision_of(request.precision)
         public = data.to(self.device, DTYPES[precision]).public_samples
@@ -304,25 +245,31 @@ class Device:
         engine = OnDevice(data, self.device, precision, first=first, shapes=request.extra_shapes)
         return whole, jobs, engine, (positions, weights)
 
-    def _family(self, request: Request, terms: Terms) -> Family:
-        """Return the device's model as the request's method adapts it. It is cached by fingerprint.
+    def adapted_family(self, fingerprint: str, terms: Terms, layout: str = "") -> Family:
+        """Return the device's model as a method adapts it. It is cached by fingerprint.
+
+        Its weights are on the meta device, so that memory follows the member that is trained.
 
         Args:
-            request: It has the fingerprint of the server's model.
+            fingerprint: Fingerprint of the server's model.
             terms: Method of the request.
+            layout: Layout of the server's model as JSON, at first contact. Empty: only the
+                fingerprint is compared.
 
         Raises:
             ConfigError: The models differ.
         """
-        if request.fingerprint not in self._families:
-            family = terms.method.adapt(self.family)
-            if family.layout.fingerprint != request.fingerprint:
+        if fingerprint not in self._families:
+            family = emptied(terms.method.adapt(self.family))
+            if layout:
+                check_layouts(Layout.from_json(layout), family.layout, self.family.title)
+            if family.layout.fingerprint != fingerprint:
                 raise ConfigError(
-                    f"the server's model has the layout {request.fingerprint}; the device's model "
+                    f"the server's model has the axes {fingerprint[:80]}; the device's model "
                     f"has {family.layout.fingerprint}. The same model would work on both sides."
                 )
-            self._families[request.fingerprint] = family
-        return self._families[request.fingerprint]
+            self._families[fingerprint] = family
+        return self._families[fingerprint]
 
     def _read(
         self,

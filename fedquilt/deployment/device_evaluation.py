@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, get_args
 
 import torch
@@ -20,7 +20,6 @@ from fedquilt.deployment.states import DeviceStates, Version
 from fedquilt.deployment.terms import Terms
 from fedquilt.engines.sequential import Sequential
 from fedquilt.errors import ConfigError, FedquiltError, FormatError
-from fedquilt.family import Family
 from fedquilt.family.cut import HeldWeights
 from fedquilt.hardware.precision import Precision
 from fedquilt.names import said
@@ -85,8 +84,6 @@ class DeviceEvaluation:
     """Answers requests to evaluate nets with the samples and the state of a device."""
 
     device: Device
-    # Families by fingerprint, as methods adapt them
-    families: dict[str, Family] = field(default_factory=dict)
 
     def answer(self, message: Message, states_of: Callable[[str], DeviceStates]) -> Message:
         """Evaluate what a request asks for, and return sums.
@@ -129,7 +126,7 @@ class DeviceEvaluation:
         """
         end = time.monotonic() + request.deadline
         terms = Terms.read(request.settings, self.device.allowed)
-        family = self.family(request.fingerprint, terms)
+        family = self.device.adapted_family(request.fingerprint, terms)
         data = data_of_client(self.device.data, request.client.id)
         if request.client.size != len(data.targets):
             raise ConfigError(
@@ -157,26 +154,6 @@ class DeviceEvaluation:
                 states.store_own_net(bench.own_net(task, message.files[task.file], title))
                 has_stored = True
         return results
-
-    def family(self, fingerprint: str, terms: Terms) -> Family:
-        """Return the device's model as a request's method adapts it. It is cached by fingerprint.
-
-        Args:
-            fingerprint: Fingerprint of the server's model.
-            terms: Method of the request.
-
-        Raises:
-            ConfigError: The models differ.
-        """
-        if fingerprint not in self.families:
-            family = terms.method.adapt(self.device.family)
-            if family.layout.fingerprint != fingerprint:
-                raise ConfigError(
-                    f"the server's model has the layout {fingerprint[:80]}; the device's model has "
-                    f"{family.layout.fingerprint}. The same model would work on both sides."
-                )
-            self.families = {fingerprint: family}
-        return self.families[fingerprint]
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ measured on its own samples would differ.
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,17 +21,21 @@ from fedquilt.config.resolve import resolved
 from fedquilt.config.writing import write
 from fedquilt.data import FederatedData, Pool
 from fedquilt.data.scale import Scale
+from fedquilt.deployment.device_family import constant_digests, device_family
 from fedquilt.deployment.roster import MAX_SIZE, check_name, read_budget
+from fedquilt.deployment.terms import permitted
 from fedquilt.errors import ConfigError, FormatError
-from fedquilt.family import Family
-from fedquilt.names import is_reference
-from fedquilt.runs.model_settings import Model, traced
+from fedquilt.family import Family, Layout
+from fedquilt.family.layout import MAX_AXIS_SIZE
+from fedquilt.runs.model_settings import Model, offered
 from fedquilt.storage.tensor_files import bounded_json
+from fedquilt.tasks import Task
 from fedquilt.terms import Budget
 
 VERSION = 1
 MAX_DEPTH = 16  # Nested brackets
 MAX_CLASSES = 1 << 20
+MAX_LAYOUT_BYTES = 4 << 20
 MAX_REASON = 500  # Characters of a device's reason
 
 
@@ -51,15 +57,24 @@ class ServerFacts:
     classes: int  # Number of classes. 0: targets are no classes
     # Normalisation as nested lists (mean, standard deviation). None: stored values are used
     scale: tuple[Any, Any] | None = None
+    # Numbers of outputs and sizes for options of models that the settings leave out
+    offers: Mapping[str, int] = field(default_factory=dict)
+    layout: str = ""  # The layout of the model as JSON, before a method adapts it
+    # Hashes of the model's constants, which devices compute, by name
+    constants: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(run: str, models: Sequence[Model], data: Pool) -> ServerFacts:
+    def of(
+        run: str, models: Sequence[Model], data: Pool, family: Family, task: Task | None = None
+    ) -> ServerFacts:
         """Return what devices have to know about data and models.
 
         Args:
             run: Identity of the run.
             models: Models of the server.
             data: Samples of the server, as they are stored.
+            family: The traced models.
+            task: Task that was asked for. None: it is inferred from the targets of the data.
         """
         terms = ModelTerms(tuple(models) if len(models) > 1 else models[0])
         scale = None
@@ -67,7 +82,18 @@ class ServerFacts:
             scale = data.scale.mean.tolist(), data.scale.std.tolist()
         dtype = str(data.inputs.dtype).removeprefix("torch.")
         shape = tuple(data.inputs.shape[1:])
-        return ServerFacts(run, write(terms)["model"], shape, dtype, data.num_classes, scale)
+        layout = replace(family.layout, notes=())
+        return ServerFacts(
+            run,
+            write(terms)["model"],
+            shape,
+            dtype,
+            data.num_classes,
+            scale,
+            offered(data, task),
+            layout.to_json(),
+            constant_digests(family),
+        )
 
     def to_bytes(self) -> bytes:
         """Return the description as JSON."""
@@ -79,6 +105,9 @@ class ServerFacts:
             "dtype": self.dtype,
             "classes": self.classes,
             "scale": None if self.scale is None else list(self.scale),
+            "offers": dict(self.offers),
+            "layout": _packed(self.layout),
+            "constants": dict(self.constants),
         }
         return json.dumps(plain).encode()
 
@@ -91,6 +120,7 @@ class ServerFacts:
         """
         plain = bounded_json(text, MAX_DEPTH)
         keys = {"version", "run", "model", "shape", "dtype", "classes", "scale"}
+        keys |= {"offers", "layout", "constants"}
         if not isinstance(plain, dict) or plain.keys() != keys or plain["version"] != VERSION:
             raise FormatError(f"the server's description is none of version {VERSION}")
         if not isinstance(plain["run"], str) or not isinstance(plain["dtype"], str):
@@ -103,6 +133,15 @@ class ServerFacts:
         scale = plain["scale"]
         if scale is not None and (not isinstance(scale, list) or len(scale) != 2):
             raise FormatError("the server's description has no normalisation")
+        offers, constants = plain["offers"], plain["constants"]
+        if not isinstance(offers, dict) or not all(
+            whole(size) and size <= MAX_AXIS_SIZE for size in offers.values()
+        ):
+            raise FormatError("the server's description has no sizes of the model")
+        if not isinstance(constants, dict) or not all(
+            isinstance(digest, str) for digest in constants.values()
+        ):
+            raise FormatError("the server's description has no hashes of constants")
         return ServerFacts(
             plain["run"],
             plain["model"],
@@ -110,6 +149,9 @@ class ServerFacts:
             plain["dtype"],
             plain["classes"],
             None if scale is None else (scale[0], scale[1]),
+            offers,
+            _unpacked(plain["layout"]),
+            constants,
         )
 
     def fitted(self, data: FederatedData) -> FederatedData:
@@ -139,42 +181,54 @@ class ServerFacts:
             scale = Scale(mean, std)
         return replace(data, num_classes=self.classes, scale=scale)
 
-    def family(self, data: FederatedData, allowed: str | None = None) -> Family:
-        """Trace the server's model with the code that the device has.
+    def family(
+        self, data: FederatedData, model: str | None = None, allowed: Collection[str] = ()
+    ) -> Family:
+        """Build the server's model with the code that the device has, without values of weights.
 
         Args:
             data: The device's samples, as `fitted` returns them.
-            allowed: Model that the device's owner named, which may refer to a file. It replaces
-                the server's name. None: the server's name is used if it is in the list of models.
+            model: Model that the device's owner named, which may refer to a file. It replaces the
+                server's name. None: the server's name is used.
+            allowed: References to code, such as "mine.py:net", that a server may name.
 
         Raises:
-            ConfigError: The server names code, or a model that the device does not have.
+            ConfigError: The server names code that the owner did not allow, or a model that the
+                device does not have or has differently.
         """
-        model = self.model if allowed is None else _renamed(self.model, allowed)
-        for name in _names(model):
-            if is_reference(name) and name != allowed:
-                raise ConfigError(
-                    f"the server's model is {name[:80]!r}, which is code; a device runs only code "
-                    "that its owner named. --model on the device names it."
-                )
-        terms = resolved(ModelTerms, {"model": model}, {}, "the server's description")
+        plain = self.model if model is None else _renamed(self.model, model)
+        plain = permitted(plain, (*allowed, *(() if model is None else (model,))))
+        terms = resolved(ModelTerms, {"model": plain}, {}, "the server's description")
         models = terms.model if isinstance(terms.model, tuple) else (terms.model,)
-        if any(model.is_searched for model in models):
-            raise ConfigError(
-                "the server's nets are searched for its fleet; devices cannot build such nets yet."
-            )
-        return traced(models, data)
+        refuse_searched(models)
+        layout = Layout.from_json(self.layout)
+        return device_family(models, layout, self.offers, data.example, self.constants)
 
 
-def _names(model: Any) -> list[str]:
-    """Return all texts in the settings of models, at any depth."""
-    if isinstance(model, str):
-        return [model]
-    if isinstance(model, Mapping):
-        return [name for value in model.values() for name in _names(value)]
-    if isinstance(model, list):
-        return [name for value in model for name in _names(value)]
-    return []
+def refuse_searched(models: Sequence[Model]) -> None:
+    """Refuse nets that are searched for a fleet, by a ConfigError."""
+    if any(model.is_searched for model in models):
+        raise ConfigError(
+            "searched nets were asked for, which the server finds for its fleet; devices cannot "
+            "build such nets. Models by name would work: --model A B."
+        )
+
+
+def _packed(layout: str) -> str:
+    """Return a layout as compressed text. That of ResNet-18 has 1.3 kB instead of 9."""
+    return base64.b64encode(zlib.compress(layout.encode())).decode()
+
+
+def _unpacked(text: Any) -> str:
+    """Return the layout that `_packed` compressed, or refuse other texts by a FormatError."""
+    try:
+        unpacking = zlib.decompressobj()
+        layout = unpacking.decompress(base64.b64decode(text, validate=True), MAX_LAYOUT_BYTES)
+        if not unpacking.eof:
+            raise FormatError(f"the server's layout has more than {MAX_LAYOUT_BYTES:,} bytes")
+        return layout.decode()
+    except (TypeError, ValueError, zlib.error) as error:
+        raise FormatError("the server's description has no layout") from error
 
 
 def _renamed(model: Any, name: str) -> Any:

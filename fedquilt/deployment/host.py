@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fedquilt.data import FederatedData
 from fedquilt.deployment.device import Device
 from fedquilt.deployment.enrolment import Enrolment, ServerFacts
+from fedquilt.deployment.problems import Problem
 from fedquilt.deployment.roster import check_name, read_budget
-from fedquilt.errors import ConfigError, FedquiltError, FormatError
+from fedquilt.deployment.terms import permitted
+from fedquilt.errors import BudgetError, ConfigError, FedquiltError, FormatError
+from fedquilt.family import Family
 from fedquilt.hardware.device import device_of
-from fedquilt.names import is_reference, said
+from fedquilt.names import said
 from fedquilt.round.wire import Message, Reply, Request
 from fedquilt.round.wire_evaluation import EvalReply, EvalRequest
 from fedquilt.runs.data_settings import Source
@@ -26,7 +27,6 @@ from fedquilt.terms import Budget
 
 SETTINGS = "device.json"  # Name of the file in the state folder of a device
 SERVER_FACTS = "server.json"  # The server's description, with which a stored net is exported
-MAX_REFERENCES = 5  # Names of code that an error lists
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class DeviceSettings:
     model: str | None = None  # Model of the owner, such as mine.py:net. None: the server's
     device: str = "cpu"  # Where tensors are trained
     threads: int = 1  # CPU threads of training
+    # Code of the owner that the server's settings may name, such as /home/me/mine.py:Mine
+    allowed: tuple[str, ...] = ()
 
     def save(self) -> Path:
         """Write the settings to the state folder, and return the path of the file."""
@@ -51,6 +53,7 @@ class DeviceSettings:
             "model": self.model,
             "device": self.device,
             "threads": self.threads,
+            "allowed": list(self.allowed),
         }
         path = self.state / SETTINGS
         write_text(path, json.dumps(plain, indent=1) + "\n")
@@ -70,11 +73,32 @@ class DeviceSettings:
             check_name(name)
             budget = read_budget(plain["budget"])
             state = Path(plain["state"])
+            allowed = tuple(map(str, plain["allowed"]))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {why(error)}.") from error
         except (FormatError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} has no settings of a device: {error}.") from error
-        return DeviceSettings(name, data, budget, state, model, device, threads)
+        return DeviceSettings(name, data, budget, state, model, device, threads, allowed)
+
+
+def check_budget(family: Family, budget: Budget) -> None:
+    """Refuse a budget that holds no net of a family, not even the smallest.
+
+    Raises:
+        BudgetError: It has the costs of the smallest member.
+    """
+    problem: BudgetError | None = None
+    for variant in family.variants:
+        try:
+            family.fit(budget, variant=variant)
+            return
+        except BudgetError as error:
+            problem = error
+    assert problem is not None, "a family has at least one variant"
+    raise BudgetError(
+        f"the budget {budget} of this device holds nothing of the server's model: {problem} A "
+        "larger --budget on the device would work, or a smaller model on the server."
+    )
 
 
 class DeviceHost:
@@ -104,13 +128,17 @@ class DeviceHost:
             about: The server's description (`About.to_bytes`).
         """
         settings = self.settings
+        reason = ""
         try:
-            self.device(about)
+            check_budget(self.device(about).family, settings.budget)
             enrolment = Enrolment(settings.name, settings.budget, self.data.size(0))
         except FedquiltError as error:
-            enrolment = Enrolment(settings.name, None, failed=str(error))
+            reason = str(error)
         except Exception as error:  # A model of the user may raise anything.
-            enrolment = Enrolment(settings.name, None, failed=said(error))
+            reason = said(error)
+        if reason:
+            enrolment = Enrolment(settings.name, None, failed=reason)
+        Problem.report(settings.state, Problem(reason, is_final=True) if reason else None)
         return Message(enrolment.to_bytes())
 
     def answer(self, about: bytes, message: Message) -> Message:
@@ -126,12 +154,14 @@ class DeviceHost:
             request = Request.read(message)
             run, round, base = request.run, request.round, request.base
             self._check(request)
-            return self.device(about).answer(message)
+            answer = self.device(about).answer(message)
         except FedquiltError as error:
-            reason = str(error)
+            answer = Reply(run, round, base, digest, failed=str(error)).message()
         except Exception as error:
-            reason = said(error)
-        return Reply(run, round, base, digest, failed=reason).message()
+            answer = Reply(run, round, base, digest, failed=said(error)).message()
+        reason = Reply.read(answer).failed
+        Problem.report(self.settings.state, Problem(reason) if reason else None)
+        return answer
 
     def evaluate(self, about: bytes, message: Message) -> Message:
         """Evaluate what a request asks for, and return sums. A failure is a reply, too.
@@ -158,7 +188,7 @@ class DeviceHost:
 
     def _check(self, request: Request | EvalRequest) -> None:
         """Refuse a request that names code, or another budget than the owner's."""
-        self._refuse_code(request.settings)
+        permitted(request.settings, self.settings.allowed)
         if request.client.budget != self.settings.budget:
             raise ConfigError(
                 f"the server has the budget {request.client.budget} for this device; its "
@@ -175,32 +205,15 @@ class DeviceHost:
             description = ServerFacts.read(about)
             data = description.fitted(self.data)
             torch.set_num_threads(self.settings.threads)
-            family = description.family(data, self.settings.model)
-            folder = self.settings.state / "rounds"
-            # Another description is another run or another model: only the last one is kept.
-            self._devices = {about: Device(data, family, folder, device_of(self.settings.device))}
-        return self._devices[about]
-
-    def _refuse_code(self, settings: Mapping[str, Any]) -> None:
-        """Refuse a method, link or task that is code, because settings come from the server.
-
-        Reading such a name would import and run the code that it names.
-        """
-        names = [name for name in _texts(settings) if is_reference(name)]
-        if foreign := [name[:80] for name in names if name != self.settings.model]:
-            raise ConfigError(
-                f"the server's settings name code: {', '.join(foreign[:MAX_REFERENCES])}. A device "
-                "runs the methods, links and tasks of fedquilt alone."
+            settings = self.settings
+            family = description.family(data, settings.model, settings.allowed)
+            device = Device(
+                data,
+                family,
+                settings.state / "rounds",
+                device_of(settings.device),
+                settings.allowed,
             )
-
-
-def _texts(plain: Any) -> list[str]:
-    """Return all texts in plain values, at any depth, keys included."""
-    if isinstance(plain, str):
-        return [plain]
-    if isinstance(plain, Mapping):
-        parts = [*plain.keys(), *plain.values()]
-        return [text for part in parts for text in _texts(part)]
-    if isinstance(plain, (list, tuple)):
-        return [text for part in plain for text in _texts(part)]
-    return []
+            # Another description is another run or another model: only the last one is kept.
+            self._devices = {about: device}
+        return self._devices[about]

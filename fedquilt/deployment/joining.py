@@ -13,10 +13,12 @@ from pathlib import Path
 
 from fedquilt.deployment.host import DeviceHost, DeviceSettings
 from fedquilt.deployment.keys import check_certificate, check_device_key, check_installed
+from fedquilt.deployment.problems import ProblemLog
 from fedquilt.deployment.roster import check_name
 from fedquilt.deployment.serving import is_loopback
 from fedquilt.deployment.supernode import WATCH_SECONDS, Isolation, SuperNode
 from fedquilt.errors import BudgetError, ConfigError, FormatError
+from fedquilt.names import is_file, is_reference, split_file
 from fedquilt.terms import Budget
 
 CONNECT_SECONDS = 10.0
@@ -48,6 +50,27 @@ def parse_budget(text: str) -> Budget:
         return Budget(share, **bounds)
     except (ValueError, BudgetError) as error:
         raise ConfigError(f"--budget {text} was asked for: {error}") from error
+
+
+def allowed_code(reference: str) -> str:
+    """Return a reference to code that `--allow` names, with an absolute path if it is a file.
+
+    The code is not imported before a server's settings name it.
+
+    Raises:
+        ConfigError: It is no reference, or there is no such file.
+    """
+    request = f"--allow {reference} was asked for"
+    if not is_reference(reference):
+        raise ConfigError(f"{request}; mine.py:Mine would work, or package.module:Mine.")
+    if not is_file(reference):
+        return reference
+    path, name = split_file(reference)
+    if not name:
+        raise ConfigError(f"{request}; the name of a class or function is needed: {path}:Mine.")
+    if not Path(path).is_file():
+        raise ConfigError(f"{request}; there is no file {path} on this device.")
+    return f"{Path(path).resolve()}:{name}"
 
 
 @dataclass(frozen=True)
@@ -189,15 +212,25 @@ def join(
         isolation: "process": one long-lived worker. "subprocess": a process for each message.
 
     Raises:
-        ConfigError: The server refuses the key.
+        ConfigError: The server refuses the key, or the device cannot take part with its model,
+            samples or budget.
     """
     check_installed()
     node = SuperNode(settings, server.address, server.ca, server.key, isolation)
     refused_since: float | None = None
     is_active = False
+    problems = ProblemLog(settings.name, settings.state)
     with node:
         while True:
             node.watch()
+            line, problem = problems.changed()
+            if problem is not None and problem.is_final:
+                raise ConfigError(
+                    f"{settings.name} cannot take part in the federation of {server.address}: "
+                    f"{problem.text}"
+                )
+            if line:
+                say(line)
             now = time.monotonic()
             if node.is_active != is_active:
                 is_active = node.is_active

@@ -22,7 +22,7 @@ import torch
 
 from fedquilt.config.toml import read_toml
 from fedquilt.config.writing import write as write_settings
-from fedquilt.deployment.enrolment import Enrolment, ServerFacts
+from fedquilt.deployment.enrolment import Enrolment, ServerFacts, refuse_searched
 from fedquilt.deployment.grid import GridCourier
 from fedquilt.deployment.roster import ROSTER, Roster
 from fedquilt.deployment.terms import Terms
@@ -203,12 +203,15 @@ def _train(folder: Path, grid: Grid) -> None:
     # clients for `fedquilt clients`.
     dealt = experiment.data.federate(request.num_clients, experiment.seed)
     models = experiment.models or (Model.usual(dealt[0]),)
-    courier.about = ServerFacts.of(request.run_id, models, dealt[0]).to_bytes()
+    refuse_searched(models)
+    family = experiment.trace(dealt[0])
+    facts = ServerFacts.of(request.run_id, models, dealt[0], family, experiment.task)
+    courier.about = facts.to_bytes()
     enrol(folder, courier, request)
     budgets = Given(tuple(entry.budget for entry in roster))
     fleet = replace(experiment.fleet, clients=len(roster), budgets=budgets)
     experiment = replace(experiment, fleet=fleet, checkpoint=Checkpointing(rounds=1))
-    ground = experiment.ground(dealt)
+    ground = experiment.ground(dealt, family)
     run = prepared(experiment, ground, courier, request)
     experiment = settled(experiment, run, ground)
     if is_new:

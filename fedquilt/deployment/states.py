@@ -19,7 +19,7 @@ from torch import Tensor
 from fedquilt.errors import FormatError, RecordError
 from fedquilt.family.cut import HeldWeights
 from fedquilt.round.wire import Message
-from fedquilt.storage.files import Blob, make_folder, write
+from fedquilt.storage.files import Blob, make_folder, why, write
 from fedquilt.storage.tensor_files import NO_LIMIT, TensorFile
 from fedquilt.terms import ClientState, Submodel
 
@@ -174,11 +174,21 @@ class DeviceStates:
         Args:
             version: State after the round.
             base: Round that it started from. -1: none.
+
+        Raises:
+            RecordError: It could not be written. All other versions are still there.
         """
         if self._folder is None:
             self._memory[version.round] = version.blob()
         else:
-            write(self._path(version.round), version.blob().chunks())
+            try:
+                write(self._path(version.round), version.blob().chunks())
+            except OSError as error:
+                raise RecordError(
+                    f"the state of round {version.round + 1} could not be written to "
+                    f"{self._folder} on the device: {why(error)}. The state of earlier rounds is "
+                    "kept, and the next round can count once there is room."
+                ) from error
         self.keep({base, version.round})
 
     def store_own_net(self, blob: Blob) -> None:

@@ -152,6 +152,7 @@ class Sequential(Simulation):
         table = self.teacher_rows(learner, start.extras).table if learner.teacher else None
         with blamed(job, "training"):
             for step, rows in enumerate(batches):
+                self.before_batch(job, step, len(batches))
                 batch = self._batch(job, learner, rows, class_mask, step)
                 if table is not None:
                     batch = replace(batch, taught=table[rows.to(self.device)])
@@ -174,6 +175,15 @@ class Sequential(Simulation):
                     state = {**state, **buffers}
                 losses.append(loss)
         return state, slots, torch.stack(losses) if losses else torch.zeros(0)
+
+    def before_batch(self, job: Job, step: int, num_batches: int) -> None:
+        """Do nothing before each training batch. Subclasses may raise an error to stop a client.
+
+        Args:
+            job: Client, round and sub-model.
+            step: Number of the batch, from 0.
+            num_batches: Batches of the client in this round.
+        """
 
     def run_passes(
         self,

@@ -13,8 +13,9 @@ from fedquilt.errors import TraceError
 from fedquilt.family.faithful import plain, run_seeded, unlike
 from fedquilt.family.grouped import agrees
 from fedquilt.family.net import Pass
+from fedquilt.family.tracing.variant_runs import record_evaluation
 from fedquilt.names import said
-from fedquilt.terms import Weights
+from fedquilt.terms import WHOLE, Weights
 
 if TYPE_CHECKING:
     from fedquilt.family.family import Family
@@ -33,7 +34,7 @@ def output_shape(family: Family) -> tuple[int, ...]:
     """
     example = family.example_inputs[0].detach()
     try:
-        outputs = _run_whole(family, _plain_state(family), plain(example))
+        shape = _whole_shape(family, example)
     except (RuntimeError, TypeError, LookupError) as error:
         hint = "" if example.is_floating_point() else f" {_INTEGER_HINT}"
         kind = str(example.dtype).removeprefix("torch.")
@@ -41,13 +42,25 @@ def output_shape(family: Family) -> tuple[int, ...]:
             f"{family.title} does not run on the example of shape {tuple(example.shape)}, "
             f"{kind}: {said(error)}.{hint}"
         ) from error
-    if outputs.dim() < 2:
+    if len(shape) < 2:
         raise TraceError(
-            f"{family.title} has an output of shape {tuple(outputs.shape)}; (sample, outputs) is "
+            f"{family.title} has an output of shape {tuple(shape)}; (sample, outputs) is "
             "needed, also where there is one output for each sample. Leave out the squeeze "
             "behind the last layer."
         )
-    return tuple(outputs.movedim(family.layout.class_dim, 1).shape)
+    shape.insert(1, shape.pop(family.layout.class_dim))
+    return tuple(shape)
+
+
+def _whole_shape(family: Family, example: Tensor) -> list[int]:
+    """Return the shape of the whole model's output for the example, as the model returns it.
+
+    A model whose weights are on the meta device runs without data.
+    """
+    if not any(weight.is_meta for weight in family.parameters.values()):
+        return list(_run_whole(family, _plain_state(family), plain(example)).shape)
+    run = record_evaluation(family.traced_module, family.example_inputs, WHOLE)
+    return list(run.output.shape)
 
 
 def mixes_samples(family: Family) -> bool:

@@ -125,11 +125,16 @@ class Experiment:
         return (self.model,) if self.model else ()
 
     @enough_memory("loading the data and the model")
-    def ground(self, partitioned: tuple[FederatedData, Partition | None] | None = None) -> Ground:
+    def ground(
+        self,
+        partitioned: tuple[FederatedData, Partition | None] | None = None,
+        family: Family | None = None,
+    ) -> Ground:
         """Load and partition the data, trace the model, and create the fleet.
 
         Args:
             partitioned: Data and its partition, if they are loaded already. None: they are loaded.
+            family: The traced model, as `trace` returns it. None: the model is traced.
 
         Raises:
             FedquiltError: The data cannot be loaded, the model cannot be traced, or a package is
@@ -142,12 +147,17 @@ class Experiment:
             tracker.check()
         data, partition = partitioned or self.data.federate(self.fleet.clients, self.seed)
         model = self.model or Model.usual(data)
-        family, fleet = self._family_and_fleet(data)
+        family, fleet = self._family_and_fleet(data, family)
         # Moved once, because the engines of all compared methods share it.
         data_on_device = data.to(device, DTYPES[self.engine.precision])
         return Ground(data_on_device, family, fleet, partition, model)
 
-    def _family_and_fleet(self, data: FederatedData) -> tuple[Family, Fleet]:
+    def trace(self, data: FederatedData) -> Family:
+        """Trace the models for data. Searched nets, which depend on the fleet, cannot be traced."""
+        models = self.models or (Model.usual(data),)
+        return traced(models, data, self.init, self.task, self.data.max_bytes)
+
+    def _family_and_fleet(self, data: FederatedData, family: Family | None) -> tuple[Family, Fleet]:
         """Trace the models and create the fleet.
 
         Searched nets depend on the fleet, which is created first for them. For other models,
@@ -155,13 +165,14 @@ class Experiment:
 
         Args:
             data: Partitioned data, which has the sizes of inputs and the number of clients.
+            family: The traced model. None: it is traced.
         """
         models = self.models or (Model.usual(data),)
         if models[0].is_searched:
             fleet = self.fleet.fleet(data.num_clients, self.seed)
             precision = self.engine.precision
             return searched(models[0], data, fleet, self.method, self.seed, precision), fleet
-        family = traced(models, data, self.init, self.task, self.data.max_bytes)
+        family = family or self.trace(data)
         return family, self.fleet.fleet(data.num_clients, self.seed, family)
 
     def prepare(self, ground: Ground | None = None) -> Run:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -101,6 +102,35 @@ class Model(Choice):
             next((name for name in names if MODELS[name].takes(data.example[0])), names[0])
         )
 
+    @property
+    def trace_arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of `fedquilt.trace` for this model."""
+        options = self.tracing or TraceOptions(fixed=self.fixed)
+        return {
+            "fixed": options.fixed,
+            "parts": options.parts or None,
+            "heads": options.heads,
+            "class_dim": options.class_dim,
+        }
+
+    def module(self, offers: Mapping[str, int], init: str = "", max_bytes: int = 0) -> nn.Module:
+        """Make the module, with the norms that were asked for.
+
+        Args:
+            offers: Numbers of outputs and sizes that the settings leave out (`offered`).
+            init: Initial weights, as `load_weights` takes them. Empty: they are drawn from the
+                seed.
+            max_bytes: Bytes that the weights may take in memory. 0: half of the free memory.
+        """
+        net = self.make(nn.Module, offers)
+        if self.dual:
+            net = dual(net)
+        elif self.conditioned:
+            net = conditioned(net)
+        if init:
+            load_weights(net, init, max_bytes)
+        return net
+
     def trace(
         self, data: Pool, init: str = "", task: Task | None = None, max_bytes: int = 0
     ) -> Family:
@@ -115,28 +145,10 @@ class Model(Choice):
             task: Task that was asked for. None: it is inferred from the targets of the data.
             max_bytes: Bytes that the weights may take in memory. 0: half of the free memory.
         """
-        offers = offered(data, task)
-
-        def module() -> nn.Module:
-            net = self.make(nn.Module, offers)
-            if self.dual:
-                net = dual(net)
-            elif self.conditioned:
-                net = conditioned(net)
-            if init:
-                load_weights(net, init, max_bytes)
-            return net
-
-        options = self.tracing or TraceOptions(fixed=self.fixed)
+        module = partial(self.module, offered(data, task), init, max_bytes)
+        options = self.trace_arguments
         try:
-            return trace(
-                module,
-                data.example,
-                fixed=options.fixed,
-                parts=options.parts or None,
-                heads=options.heads,
-                class_dim=options.class_dim,
-            )
+            return trace(module, data.example, **options)
         except TraceError as error:
             spec_of_model, sample = MODELS.get(self.name), data.example[0]
             if spec_of_model is None or spec_of_model.takes(sample):

@@ -428,7 +428,7 @@ def test_a_device_refuses_a_request_that_does_not_fit(residual, play, data):
     assert answered() == ""
     assert "names a file" in answered({"tasks": [{**task, "file": 5}]})
     assert "unknown weights" in answered({"tasks": [{**task, "source": "disk"}]})
-    assert "the layout" in answered({"fingerprint": "other"})
+    assert "the axes" in answered({"fingerprint": "other"})
     assert "expects 99 samples" in answered(
         {"client": {**json.loads(request.note)["client"], "size": 99}}
     )

@@ -37,7 +37,8 @@ def host(data, tmp_path) -> DeviceHost:
 
 
 def about_of(data: fq.FederatedData, **model: object) -> ServerFacts:
-    return ServerFacts.of("run1", [Model(**{"name": "tiny_resnet", **model})], data)
+    settings = Model(**{"name": "tiny_resnet", **model})
+    return ServerFacts.of("run1", [settings], data, settings.trace(data))
 
 
 def request(settings: dict[str, object], budget: Budget = Budget(share=0.5)) -> Message:
@@ -89,9 +90,9 @@ def test_a_device_takes_classes_and_normalisation_of_the_server(host, data):
         ({"dtype": "uint8"}, "type uint8"),
         ({"classes": 2}, "the server has 2 classes"),
         ({"model": {"name": "no_such_model"}}, "no_such_model"),
-        ({"model": {"name": "os.path:join"}}, "which is code"),
-        ({"model": {"name": "evil.py:net"}}, "which is code"),
-        ({"model": {"name": "tiny_resnet", "options": "evil.py:net"}}, "which is code"),
+        ({"model": {"name": "os.path:join"}}, "names the code"),
+        ({"model": {"name": "evil.py:net"}}, "names the code"),
+        ({"model": {"name": "tiny_resnet", "options": "evil.py:net"}}, "names the code"),
         ({"model": 7}, "model"),
         ({"scale": ("x", "y")}, "normalisation"),
     ],
@@ -113,7 +114,7 @@ def test_code_in_a_servers_settings_is_refused_before_it_is_imported(host, data,
         {"method": {"name": "fedavg"}, "link": [{"codec": "os.path:join"}]},
         {f"{file}:Evil": {}},
     ):
-        assert "name code" in failure(host, about, request(settings))
+        assert "the server names the code" in failure(host, about, request(settings))
     assert not (tmp_path / "ran").exists()
 
 

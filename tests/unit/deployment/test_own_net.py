@@ -63,7 +63,7 @@ def federated(method, data, tmp_path):
     family, fleet = traced([model], data), fq.Fleet.of([1.0], 2, 2)
     settings = {"precision": "fp64", "evaluation": fq.Evaluation(every=0, batch_size=4)}
     truth = fq.run(method, family, data, fleet, "sequential", rounds=2, **settings)
-    about = ServerFacts.of("run1", [model], data).to_bytes()
+    about = ServerFacts.of("run1", [model], data, family).to_bytes()
     hosts = {}
     for client in range(2):
         file = str(tmp_path / f"{client}.npz")
