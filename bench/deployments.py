@@ -164,7 +164,7 @@ class Deployment:
     options: Sequence[object] = ()
     isolation: str = "process"
     has_links: bool = False  # A proxy between each device and the gate
-    _processes: dict[str, Process] = field(default_factory=dict)
+    processes: dict[str, Process] = field(default_factory=dict)
     _seen: dict[int, int] = field(default_factory=dict)  # Start times of processes, by their id
 
     def __post_init__(self) -> None:
@@ -214,7 +214,7 @@ class Deployment:
     def begin(self, process: Process) -> Process:
         """Start a process that ends with the deployment."""
         process.start()
-        self._processes[process.name] = process
+        self.processes[process.name] = process
         self.note_processes()
         return process
 
@@ -252,8 +252,8 @@ class Deployment:
     def end(self) -> None:
         """End all processes: devices first, then the server, then whatever they have left."""
         self.note_processes()
-        for name in sorted(self._processes):  # join-0, …, serve
-            process = self._processes[name]
+        for name in sorted(self.processes):  # join-0, …, serve
+            process = self.processes[name]
             if process.is_running:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.process.pid, signal.SIGCONT)
@@ -278,7 +278,7 @@ class Deployment:
 
     def note_processes(self) -> list[int]:
         """Remember all processes that belong to the deployment, and return their ids."""
-        roots = [process.process.pid for process in self._processes.values() if process.process]
+        roots = [process.process.pid for process in self.processes.values() if process.process]
         for process_id in (found := [*roots, *descendants(roots)]):
             if facts := stat(process_id):
                 self._seen.setdefault(process_id, facts[2])
@@ -292,7 +292,7 @@ class Deployment:
             client: Number of the device, for its processes.
         """
         owner = "serve" if client is None else f"join-{client}"
-        process = self._processes.get(owner)
+        process = self.processes.get(owner)
         if process is None or process.process is None or not process.is_running:
             return None
         if name in ("serve", "join"):
@@ -319,7 +319,7 @@ class Deployment:
     def kill(self, name: str, client: int | None = None) -> None:
         """Kill a process (SIGKILL), and wait until it is gone."""
         process_id = self.send(signal.SIGKILL, name, client)
-        owner = self._processes["serve" if client is None else f"join-{client}"]
+        owner = self.processes["serve" if client is None else f"join-{client}"]
         if name in ("serve", "join"):
             assert owner.process is not None
             owner.process.wait()
@@ -342,7 +342,7 @@ class Deployment:
         while not condition():
             if time.monotonic() - began > seconds:
                 tails = [
-                    f"{name}: {process.tail[-1500:]}" for name, process in self._processes.items()
+                    f"{name}: {process.tail[-1500:]}" for name, process in self.processes.items()
                 ]
                 raise DeploymentError(
                     f"after {seconds:.0f} s it is not so that {what}\n" + "\n".join(tails)
@@ -367,7 +367,7 @@ class Deployment:
         """Wait until as many rounds have counted, and return how long it took."""
 
         def has_come() -> bool:
-            serve = self._processes["serve"]
+            serve = self.processes["serve"]
             if not serve.is_running and self.num_rounds < number:
                 raise DeploymentError(f"serve ended: {serve.tail}")
             return self.num_rounds >= number
@@ -395,7 +395,7 @@ class Deployment:
 
     def finish(self, seconds: float = SECONDS) -> None:
         """Wait until the server has ended, which has to be a success."""
-        serve = self._processes["serve"]
+        serve = self.processes["serve"]
         self.wait(lambda: not serve.is_running, "serve has ended", seconds)
         if serve.status:
             raise DeploymentError(f"serve ended with status {serve.status}: {serve.tail}")

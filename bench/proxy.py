@@ -16,12 +16,12 @@ class Proxy:
 
     Args:
         port: Port that connections are passed on to.
-        rate: Bytes per second in each direction. None: no limit.
         delay: Seconds by which each piece is delayed.
     """
 
-    def __init__(self, port: int, rate: float | None = None, delay: float = 0.0) -> None:
-        self.target, self.rate, self.delay = port, rate, delay
+    def __init__(self, port: int, delay: float = 0.0) -> None:
+        self.target, self.delay = port, delay
+        self.rates: dict[str, float] = {}  # Bytes per second, by direction. Without: no limit
         self.bytes = {"up": 0, "down": 0}  # Bytes at the socket since the start
         self._free_at = {"up": 0.0, "down": 0.0}  # When the limited link is free again
         self._lock = threading.Lock()
@@ -102,10 +102,10 @@ class Proxy:
     def _wait(self, way: str, count: int) -> None:
         """Wait until a piece may be passed on."""
         pause = self.delay
-        if self.rate is not None:
+        if rate := self.rates.get(way):
             with self._lock:
                 now = time.monotonic()
-                self._free_at[way] = max(now, self._free_at[way]) + count / self.rate
+                self._free_at[way] = max(now, self._free_at[way]) + count / rate
                 pause += self._free_at[way] - now
         if pause > 0:
             time.sleep(pause)
