@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,9 @@ import pytest
 import fedquilt as fq
 from fedquilt.deployment.device import Device
 from fedquilt.deployment.in_process import InProcess
+from fedquilt.deployment.replay import Replay, attendances_of
 from fedquilt.deployment.terms import Terms
 from fedquilt.engines.flower.courier import CourierReply
-from fedquilt.engines.sequential import Sequential
 from fedquilt.methods import FedAvg, FedBN, FedRolex, Scaffold, SplitMix
 from fedquilt.round.wire import Message
 from tests.conftest import with_local
@@ -127,25 +127,6 @@ class Faulty(InProcess):
         return Message(bytes(note), reply.files)
 
 
-@dataclass
-class WithAbsent(Sequential):
-    """The sequential engine with clients that are absent in some rounds, or start anew."""
-
-    absent: Mapping[int, set[int]] = field(default_factory=dict)  # Clients by round, from 0
-    anew: Mapping[int, set[int]] = field(default_factory=dict)
-
-    def _train(self, server, jobs, fold, outcome):
-        absent = self.absent.get(server.round, set())
-        forgotten = self.anew.get(server.round, set())
-        memory = {key: state for key, state in server.memory.items() if key[0] not in forgotten}
-        for key in list(server.memory):
-            if key[0] in forgotten and key[0] not in absent:
-                del server.memory[key]
-        outcome.missing |= dict.fromkeys(absent, "absent")
-        present = [job for job in jobs if job.client.id not in absent]
-        super()._train(replace(server, memory=memory), present, fold, outcome)
-
-
 def run_schedule(seed: int, family, data, play, tmp_path) -> tuple[fq.Run, fq.Run, Faulty]:
     """Return a run with faults, and the sequential run with the same clients absent."""
     dice = random.Random(seed)
@@ -177,15 +158,13 @@ def run_schedule(seed: int, family, data, play, tmp_path) -> tuple[fq.Run, fq.Ru
             run.train(ROUNDS)
         except ServerDiedError:
             continue
-    absent = {record.round - 1: set(record.attendance.absent) for record in run.records}
-    anew = {record.round - 1: set(record.attendance.anew) for record in run.records}
-    truth_engine = WithAbsent(data, precision="fp64", absent=absent, anew=anew)
+    replay = Replay(data, precision="fp64", attendances=attendances_of(run.records))
     truth = fq.prepare(
         method,
         family,
         data,
         fleet,
-        truth_engine,
+        replay,
         evaluation=fq.Evaluation(every=0),
         link=link,
         precision="fp64",
