@@ -19,6 +19,8 @@ server.py      the server's side: the run in a folder, trained by a ServerApp
 host.py        the device's side: settings of its owner, and replies to messages
 worker.py      the long-lived worker of a device; all internals of flwr are here
 app.py         Flower's ServerApp and ClientApp; flower_app/ is the folder that is submitted
+flower.py      ServerApp and ClientApp for apps of Flower users
+simulated.py   nodes of Flower's simulation, which have no keys
 processes.py   processes of Flower: started, watched, stopped
 superlink.py   a SuperLink on loopback and its SuperExec
 supernode.py   a SuperNode and its worker
