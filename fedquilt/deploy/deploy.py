@@ -237,7 +237,8 @@ class WeightSource:
         statistics = run.evaluator.calibrate(
             run.federation, pairs, run.evaluation.batch_size, self.client
         )
-        if not all(statistics):
+        members = [run.world.family.member(net) for net in nets]
+        if not all(map(has_statistics, members, statistics)):
             raise ConfigError(
                 f"norms={norms.name!r} was asked for; the server has no training samples, and no "
                 "device could measure the norm statistics of the net. A device that is online and "

@@ -151,8 +151,7 @@ class Device:
             reason = f"the state of round {request.base + 1} is lost"
             lost = Reply(request.run, request.round, request.base, digest, failed=reason, anew=True)
             return lost.message()
-        federation, jobs, engine, initial = self._prepared(request, message, base)
-        engine.deadline, engine.start = request.deadline, start
+        federation, jobs, engine, initial = self._prepared(request, message, base, start)
         memory = {
             (request.client.id, scope): state
             for scope, state in (base.states if base else {}).items()
@@ -179,7 +178,7 @@ class Device:
         return answer
 
     def _prepared(
-        self, request: Request, message: Message, base: Version | None
+        self, request: Request, message: Message, base: Version | None, start: float
     ) -> tuple[
         Federation, list[Job], OnDevice, tuple[dict[str, Submodel], dict[str, torch.Tensor]]
     ]:
@@ -189,6 +188,7 @@ class Device:
             request: The request.
             message: The same as bytes, with the tensors.
             base: State that the round starts from. None: the device starts anew.
+            start: When the request arrived, by `time.monotonic`.
 
         Returns:
             The federation, with the device's end of the link. The jobs. The engine that trains
@@ -242,7 +242,15 @@ class Device:
         held = {scope: submodel.held for scope, submodel in positions.items()}
         link = device_link(terms.link, arrived)
         whole = Federation(world, terms.method, link, HeldWeights(weights, held))
-        engine = OnDevice(data, self.device, precision, first=first, shapes=request.extra_shapes)
+        engine = OnDevice(
+            data,
+            self.device,
+            precision,
+            first=first,
+            shapes=request.extra_shapes,
+            deadline=request.deadline,
+            start=start,
+        )
         return whole, jobs, engine, (positions, weights)
 
     def adapted_family(self, fingerprint: str, terms: Terms, layout: str = "") -> Family:

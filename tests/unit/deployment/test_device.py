@@ -122,8 +122,8 @@ class Deployment:
 
 
 def versions(folder: Path) -> dict[str, bytes]:
-    """Return the contents of all state files below a folder, by their path."""
-    files = sorted(folder.rglob("*.safetensors"))
+    """Return the contents of all versions of states below a folder, by their path."""
+    files = sorted(set(folder.rglob("*.safetensors")) - set(folder.rglob("own.safetensors")))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
@@ -165,7 +165,7 @@ def test_a_deadline_leaves_the_state_of_earlier_rounds(data, tmp_path, monkeypat
         before_batch(replace(self, deadline=0.0), job, step, num_batches)
 
     monkeypatch.setattr(OnDevice, "before_batch", late)
-    record = run.train(1).records[-1]
+    record = run.train(3).records[-1]
     assert {*record.attendance.failed} == {0, 1}
     assert versions(tmp_path) == before
 
@@ -186,7 +186,7 @@ def test_a_state_that_cannot_be_written_costs_the_round_and_nothing_else(
 
     with monkeypatch.context() as patch:
         patch.setattr("fedquilt.storage.files.os.fsync", full)
-        record = run.train(1).records[-1]
+        record = run.train(3).records[-1]
     for reason in record.attendance.failed.values():
         assert "could not be written" in reason
         assert "No space left on device" in reason

@@ -52,7 +52,8 @@ def introduced(config: dict[str, Any], **node: Any) -> Enrolment:
     """Return the introduction of a node to a server that has the example's settings."""
     experiment = AppSettings.read(config).experiment
     data, _ = experiment.data.federate(3, 0)
-    about = ServerFacts.of("run1", experiment.models, data).to_bytes()
+    family = experiment.models[0].trace(data)
+    about = ServerFacts.of("run1", experiment.models, data, family).to_bytes()
     message = FlowerMessage(pack(Message(b"{}"), about), 7, "query")
     reply = _reply(message, context(config, **node), None)
     return Enrolment.read(unpack(reply.content)[0].note)
