@@ -2,9 +2,8 @@
 
 The fold of every engine is wrapped in a `CheckedFold`. Engines that simulate clients send what the
 job says, so that these checks find mistakes of a method or an engine. On real devices they refuse
-what a device made up. Names, shapes and types are compared without looking at values. The values
-of a single update are read once, to see that they are finite; an engine that stacks clients reads
-those of its stacks itself.
+what a device made up. Names, shapes and types are compared without looking at values. Values
+are read once, to see that they are finite; the engine itself reads those of stacks on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing_extensions import override
 from fedquilt.axes import Index, Positions
 from fedquilt.errors import TrainingError
 from fedquilt.round.budgets import learner_of
-from fedquilt.round.client_checks import check_sent, check_state
+from fedquilt.round.client_checks import are_finite, check_sent, check_state
 from fedquilt.round.client_state import memory_of, steps_behind
 from fedquilt.round.federation import Federation
 from fedquilt.round.fold import Fold, Merged, fold_of
@@ -217,9 +216,9 @@ class UpdateChecks:
     def check_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
         """Refuse a stack whose updates do not fit, or whose tensors are not those of the updates.
 
-        Values are not read here, because that would wait for a GPU that is still training. The
-        engine reads those of all stacks at once after training, and the round fails if one is not
-        finite.
+        Weights on a GPU are compared without looking at their values, because that would wait for
+        a GPU that is still training. The engine reads the values of all stacks at once afterwards,
+        and the round fails if one is not finite.
 
         Args:
             updates: Updates that sent the same positions.
@@ -227,6 +226,7 @@ class UpdateChecks:
 
         Raises:
             TrainingError: It names the client and what differs.
+            DivergenceError: A value is not finite.
         """
         for update in updates:
             self.check_structure(update)
@@ -247,6 +247,15 @@ class UpdateChecks:
                 f"{self.server.round + 1}; updates of the same positions and their weights, with "
                 "the clients in dimension 0, would fit."
             )
+        for weights in stacked:
+            if not all(value.is_cuda for value in weights.values()) and not are_finite(
+                weights.values()
+            ):
+                for row, update in enumerate(updates):
+                    check_sent(update.job, [value[row] for value in weights.values()])
+        for update in updates:
+            for payload in update.sent:
+                check_state(update.job, [*in_slots(payload.slots), *payload.extras.values()])
 
 
 def difference(title: str, values: Mapping[str, Tensor], expected: Shapes) -> str:

@@ -206,9 +206,14 @@ class Vectorized(Simulation):
             except UnstackableError as error:
                 self.set_apart(error.arch, str(error))
                 continue
-            for stack in stacks:  # A GPU may still be training meanwhile
+            # A GPU may still be training. Updates are folded meanwhile, and values read afterwards.
+            is_training = self.device.type == "cuda"
+            if not is_training:
+                check_stacks(self, stacks, outcome)
+            for stack in stacks:
                 fold_stack(self, stack, fold, outcome)
-            check_stacks(self, stacks, outcome)
+            if is_training:
+                check_stacks(self, stacks, outcome)
             return
 
     @staticmethod
