@@ -128,7 +128,11 @@ class Process:
         return None if self.process is None else self.process.poll()
 
     def stop(self) -> None:
-        """Stop the process and those that it has started, by its id."""
+        """Stop the process and those that it has started, and wait until it has ended.
+
+        It is asked to end first, and killed if it still runs after `STOP_SECONDS`. Nothing
+        happens if it was never started.
+        """
         process = self.process
         if process is None:
             return

@@ -235,6 +235,9 @@ def _train(folder: Path, grid: Grid) -> None:
 def enrol(folder: Path, courier: GridCourier, request: ServeRequest) -> None:
     """Wait for the devices, and write those that can take part to the roster.
 
+    There is no time limit. The status file of the run says which devices are ready, and why others
+    cannot take part. A run that is resumed waits for devices of its roster only.
+
     Args:
         folder: Folder of the run.
         courier: Carries messages. Its roster is filled.

@@ -380,7 +380,7 @@ class Need:
 
 
 def last_within(need: Need, limit: float, count: int) -> int:
-    """Return the number of the last member within a limit, or -1 if even the first exceeds it.
+    """Return the number of the last member within a limit, or -1 if there is none.
 
     The largest and the smallest member are counted first. A line between them says where to begin.
     From there the search moves in steps that double, until the result is between two members that

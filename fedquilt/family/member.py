@@ -138,7 +138,10 @@ class Member:
 
     @property
     def parts(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the names of the weights of each named part of the family, such as `norm`."""
+        """Return the names of the weights of each named part, such as `norm`, in the whole family.
+
+        Weights that this member's variant does not have are included.
+        """
         return self.family.parts
 
     @property
@@ -151,7 +154,7 @@ class Member:
 
     @property
     def class_dim(self) -> int:
-        """Return the dimension of the net's output that has the classes."""
+        """Return the dimension of the net's output that has the classes, or the numbers."""
         return self.family.layout.class_dim
 
     @cached_property

@@ -135,7 +135,11 @@ class TracedModel:
         return {axis for axis in axes if not self.layout.axes[axis].fixed}
 
     def traced_state(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return copies of the weights and buffers of the traced module that `names` lists."""
+        """Return copies of the weights and buffers of the traced module that `names` lists.
+
+        Args:
+            names: Names as the layout has them. Each must be a weight or a buffer of the module.
+        """
         return tensors_of(self._module, names)
 
     def holding(self, variant: str) -> nn.Module:
