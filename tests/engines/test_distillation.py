@@ -226,3 +226,24 @@ def test_runs_of_two_seeds_share_an_engine(name, perceptron, make_data):
     moved = fq.prepare(method, perceptron, other, fleet, first.engine, seed=3, **options).train(2)
     alone = fq.prepare(method, perceptron, other, fleet, "vectorized", seed=3, **options).train(2)
     assert_same(alone, moved, atol=0)
+
+
+def test_a_lesson_trains_the_whole_stack_if_one_by_one_would_be_its_fastest_layout(
+    make_data, residual
+):
+    """Clients are stacked by the layout of their own steps. A lesson may prefer another."""
+    data = make_data(residual, (8,) * 6, labels=2, public=NUM_PUBLIC)
+    method = distilling("dsfl", prototypes=(0.5,))
+    options = {"fleet": fq.Fleet.of((0.5,), 6, 6), "precision": "fp64"}
+    truth = fq.prepare(method, residual, data, engine="sequential", **options).train(3)
+
+    engine = Vectorized(data, precision="fp64", record=True, layout="stack")
+    run = fq.prepare(method, residual, data, engine=engine, **options)
+    public = run.engine.on_public(run.world)
+    public.layout = "alone"
+    run.train(3)
+
+    assert_same(truth, run)
+    lessons = {shape for shape in public.groups.idle if shape.learner.teacher == PREDICTIONS}
+    assert {(shape.count > 1, shape.layout) for shape in lessons} == {(True, "laid")}
+    assert not public.groups.refused

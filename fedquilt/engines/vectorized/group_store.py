@@ -52,7 +52,8 @@ class GroupStore:
     def group_for(self, stack: Stack) -> ClientGroup | None:
         """Return a client group that can train a stack, either an idle one or a new one.
 
-        On a GPU its steps are captured. If the chosen layout fails, stacked nets are tried.
+        On a GPU its steps are captured. If the chosen layout fails, stacked nets are tried. Several
+        clients are never trained in the layout "alone", which is for stacks of one client.
 
         Args:
             stack: Clients that train together. It is not loaded into the group.
@@ -67,9 +68,12 @@ class GroupStore:
         if not any(full in client_sizes for client_sizes in stack.sizes):
             return None
         count = len(stack.jobs)
-        shape = Shape.of(
-            stack.arch, stack.learner, count, self.layout_for(stack.arch, stack.learner, count)
-        )
+        layout = self.layout_for(stack.arch, stack.learner, count)
+        if layout == "alone" and count > 1:
+            # Clients that are stacked for their own samples learn a lesson as the same stack, also
+            # if one by one is the fastest layout of the lesson.
+            layout = "laid"
+        shape = Shape.of(stack.arch, stack.learner, count, layout)
         ragged = any(
             set(client_sizes) != {full} or len(client_sizes) != len(stack.sizes[0])
             for client_sizes in stack.sizes
