@@ -115,7 +115,13 @@ class RunLoop:
         return self.run.summary | self.experiment.names
 
     def check_target(self, target: float | None) -> None:
-        """Raise a ConfigError if the task's main figure cannot have a target. None is accepted."""
+        """Raise a ConfigError if the task's main figure cannot reach a target.
+
+        This is so if it is not finite, or not in (0, 1] for a rate such as accuracy.
+
+        Args:
+            target: Value of the main figure. None is accepted.
+        """
         from fedquilt.runs.milestones import check_target
 
         if target is None:

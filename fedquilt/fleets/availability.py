@@ -239,9 +239,9 @@ class Presence:
 
         Clients with short stays come first. Slot s has the number n + s, where n is the number of
         slots. The level of a stay is the largest h for which it includes all 2^h numbers that
-        differ from the round's number in the last h bits only. Clients are sorted by level, and
-        then by number. Any fixed order gives uniform draws, but another one gives other cohorts,
-        and runs with the same seed would no longer be the same
+        differ from the round's number in the last h bits only. Clients are sorted by level.
+        Those of equal level keep their order in `_clients`. Any fixed order gives uniform draws,
+        but another one gives other cohorts, and runs with the same seed would no longer be the same
         (test_cohorts_of_earlier_releases_are_drawn in tests/unit/fleets/test_fleet.py).
         """
         slot = self._slot(round)

@@ -308,7 +308,10 @@ class CostToTarget:
 
     @property
     def bytes(self) -> float | None:
-        """Return the mean bytes, both ways, of the runs that reached the target; None: none did."""
+        """Return the mean bytes, both ways, until the target was reached; None: no run reached it.
+
+        Runs that did not reach it are left out.
+        """
         return _mean_or_none([milestone.bytes for milestone in self.reached])
 
     @property

@@ -268,8 +268,8 @@ class ClientGroup(GroupStep):
     def _captured(self, key: Hashable, action: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Return the graph of an action, and capture it on the first call for its key.
 
-        The action runs during the capture, so that all tensors that it changes are restored
-        afterwards.
+        Before a capture the action may run a few times to warm up. All tensors that it changes
+        (`_tensors`) are restored afterwards.
 
         Args:
             key: Key under which the graph is stored.

@@ -340,9 +340,13 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _draws_one(args: Sequence[Any]) -> bool:
-    """Return True if a random operation draws a single number.
+    """Return True if a random operation is given a size of one element, such as `rand([1])`.
 
-    In training, such a number decides whether a layer is skipped.
+    In training, such a number decides whether a layer is skipped. Operations whose first argument
+    is not a size give False.
+
+    Args:
+        args: Positional arguments of the operation.
     """
     return bool(args) and isinstance(args[0], (list, tuple)) and all(n == 1 for n in args[0])
 
