@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.checks import missing, outside, refuse, whole
+from fedquilt.display import Overview, Readable, shortened
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.fleets.availability import AVAILABILITY, Availability, Diurnal, Presence, Trace
 from fedquilt.fleets.budgets import (
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
     from fedquilt.family import Family
 
 
-@dataclass(frozen=True, eq=False)
-class Fleet:
+@dataclass(frozen=True, eq=False, repr=False)
+class Fleet(Readable):
     """All devices with their budgets, and the number of clients that take part in a round.
 
     `Fleet.of` makes a fleet from shares or budgets, and `Fleet.mixed` from portions of the clients.
@@ -69,6 +71,18 @@ class Fleet:
             index_by_kind[kind] = new_indices.setdefault(self.kinds[kind], len(new_indices))
         object.__setattr__(self, "kinds", tuple(new_indices))
         object.__setattr__(self, "which", index_by_kind[self.which])
+
+    @override
+    def _overview(self) -> Overview:
+        title = f"{self.num_clients:,} clients, {self.cohort:,} a round, "
+        title += "1 budget" if len(self.kinds) == 1 else f"{len(self.kinds):,} budgets"
+        counts = self.counts.items()
+        rows, notes = shortened([(str(kind), f"{count:,}") for kind, count in counts], "budgets")
+        if self.dynamic:
+            notes.append("In every round, each client has the budget of a random client.")
+        if self.presence is not None:
+            notes.append(f"Clients come and go by {self.presence.name}.")
+        return Overview(title, ("budget", "clients"), rows, notes)
 
     @staticmethod
     def of(
