@@ -27,8 +27,8 @@ from fedquilt.family.layout import Layout
 from fedquilt.family.member import Member
 from fedquilt.family.net import Pass
 from fedquilt.family.nets import Nets
-from fedquilt.family.overview import overview_of
 from fedquilt.family.origin import JoinedTracings, Tracing, as_factory, make_module, make_net
+from fedquilt.family.overview import overview_of
 from fedquilt.family.traced_model import TracedModel
 from fedquilt.family.variants import JOIN, VariantSource
 from fedquilt.terms import WHOLE, Arch, Budget, Submodel, Weights

@@ -23,6 +23,7 @@ from fedquilt.fleets.budgets import (
 from fedquilt.fleets.presets import FIVE_SHARES, FLEETS, Given, Uniform
 from fedquilt.names import known
 from fedquilt.terms import Budget, Client
+from fedquilt.units import amount, size
 
 if TYPE_CHECKING:
     from fedquilt.family import Family
@@ -77,7 +78,9 @@ class Fleet(Readable):
         title = f"{self.num_clients:,} clients, {self.cohort:,} a round, "
         title += "1 budget" if len(self.kinds) == 1 else f"{len(self.kinds):,} budgets"
         counts = self.counts.items()
-        rows, notes = shortened([(str(kind), f"{count:,}") for kind, count in counts], "budgets")
+        rows, notes = shortened(
+            [(_bounds_text(kind), f"{count:,}") for kind, count in counts], "budgets"
+        )
         if self.dynamic:
             notes.append("In every round, each client has the budget of a random client.")
         if self.presence is not None:
@@ -341,6 +344,13 @@ class Devices:
         return known(
             {"diurnal": Diurnal}, self.availability, "pattern of availability or .csv file"
         )()
+
+
+def _bounds_text(budget: Budget) -> str:
+    """Return the bounds of a budget with units, such as "share 0.5, macs 28M"."""
+    shown = {"share": "{:g}".format, "memory": size}
+    bounds = budget.bounds.items()
+    return ", ".join(f"{name} {shown.get(name, amount)(value)}" for name, value in bounds)
 
 
 def _plainly(budgets: Budgets) -> Budgets | dict[str, float]:

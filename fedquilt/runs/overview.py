@@ -18,10 +18,10 @@ _MAX_LABELLED = 64  # Different budgets of a fleet, above which shares are shown
 
 def overview_of(run: Run) -> Overview:
     """Return what a run consists of, its metrics in the last evaluation, and what it has cost."""
-    world = run.world
+    world, rounds = run.world, run.server.round
     title = (
         f"{type(run.method).__name__} on {run.data.name} with {world.family.title}: "
-        f"{run.server.round} rounds, seed {world.seed}"
+        f"{rounds:,} {'round' if rounds == 1 else 'rounds'}, seed {world.seed}"
     )
     if not run.records:
         return Overview(title, notes=("No round is recorded.",))

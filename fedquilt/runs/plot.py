@@ -121,25 +121,31 @@ def curves(
     drawn, note = thinned(rows)
     format = ".1%" if is_rate else ".4~g"
     title_params = alt.TitleParams(title, subtitle=[note] if note else [], anchor="start")
-    base = alt.Chart(alt.Data(values=drawn), title=title_params).encode(
-        x=alt.X("round:Q", title="round"),
-        color=alt.Color(f"{by}:N", sort=list(order), scale=alt.Scale(range=list(COLOURS))),
+    numbers = [row["round"] for row in drawn]
+    ticks = min(10, max(1, max(numbers) - min(numbers)))  # Few rounds have no halves as ticks.
+    rounds = alt.X("round:Q", title="round", axis=alt.Axis(format="d", tickCount=ticks))
+    scale = alt.Scale(domain=list(order), range=list(COLOURS))
+    colour = alt.Color(
+        f"{by}:N", scale=scale, legend=alt.Legend(symbolType="stroke", symbolOpacity=1)
     )
+    base = alt.Chart(alt.Data(values=drawn), title=title_params).encode(x=rounds, color=colour)
     value = alt.Y(
         "value:Q", title=value_title, axis=alt.Axis(format=format), scale=alt.Scale(zero=False)
     )
-    lines = base.mark_line(point={"size": 20}).encode(
+    lines = base.mark_line().encode(
         y=value,
-        strokeDash=alt.StrokeDash(f"{by}:N", sort=list(order)),
+        strokeDash=alt.StrokeDash(f"{by}:N", sort=list(order), legend=None),
         tooltip=[
             alt.Tooltip(f"{by}:N"),
             alt.Tooltip("round:Q"),
             alt.Tooltip("value:Q", format=format, title=value_title),
         ],
     )
-    layers = [lines]
+    points = base.mark_circle(size=24, opacity=1).encode(y=value)
+    layers = [lines, points]
     if any("low" in row for row in drawn):
-        layers.insert(0, base.mark_area(opacity=0.15).encode(y=alt.Y("low:Q"), y2="high:Q"))
+        band = base.mark_area(opacity=0.15).encode(y=alt.Y("low:Q"), y2="high:Q")
+        layers.insert(0, band)
     chart: altair.LayerChart = alt.layer(*layers).properties(width=480, height=280)
     return chart
 

@@ -57,7 +57,7 @@ class RunOrigin:
 
 
 @dataclass(repr=False)
-class Run(TrainedRun, Readable):
+class Run(Readable, TrainedRun):
     """A federation and its state after the last completed round.
 
     `fedquilt.run`, `fedquilt.prepare` and `fedquilt.load_run` return it. It can be trained further,
