@@ -37,6 +37,7 @@ from fedquilt.cli.probe import ProbeRequest
 from fedquilt.cli.reproduce import ReproduceRequest
 from fedquilt.cli.run import RunRequest
 from fedquilt.cli.supernet import SUPERNET_COMMANDS, SupernetRequest
+from fedquilt.cli.watch import WatchRequest
 from fedquilt.errors import (
     ConfigError,
     ExportError,
@@ -54,6 +55,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "compare": CompareRequest,
     "reproduce": ReproduceRequest,
     "export": ExportRequest,
+    "watch": WatchRequest,
     "clients": ClientsRequest,
     "list": ListRequest,
     "data": DataRequest,

@@ -24,5 +24,8 @@
 
   const events = new EventSource("events" + window.location.search);
   events.onmessage = update;
+  events.addEventListener("problem", (event) => {
+    status.textContent = `The newest files cannot be shown: ${event.data}`;
+  });
   events.onerror = () => { status.textContent = "The connection is lost. It is tried again."; };
 })();
