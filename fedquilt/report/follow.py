@@ -91,9 +91,7 @@ class Follower:
             self._thread.join()
 
     def _read(self, version: int) -> Snapshot:
-        snapshot = Snapshot(
-            version, content(self._folders, metric=self._metric, trust=self._trust)
-        )
+        snapshot = Snapshot(version, content(self._folders, metric=self._metric, trust=self._trust))
         _ = snapshot.page, snapshot.json  # Compressed here, and not by the thread of the server.
         return snapshot
 

@@ -1,9 +1,9 @@
 """A server for the page of a report while its runs go on.
 
 The page asks for its content again after each server-sent event. The server accepts GET alone, and
-only reads the folders. It listens on loopback without a password, where it checks the header `Host`,
-so that a foreign page cannot read it under a name that leads to 127.0.0.1 (DNS rebinding). On every
-other address it needs a token.
+only reads the folders. It listens on loopback without a password. There it checks the header
+`Host`, so that a foreign page cannot read it under a name that leads to 127.0.0.1 (DNS rebinding).
+On every other address it needs a token.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def _listen(host: str, port: int) -> socket.socket:
         try:
             listener.bind((host, port))
             listener.listen(512)
-        except OSError:
+        except (OSError, OverflowError):
             listener.close()
             raise
     except (OSError, OverflowError) as error:
