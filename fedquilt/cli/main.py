@@ -34,6 +34,7 @@ from fedquilt.cli.options import (
     refuse_spaces_in_grid,
 )
 from fedquilt.cli.probe import ProbeRequest
+from fedquilt.cli.report import ReportRequest
 from fedquilt.cli.reproduce import ReproduceRequest
 from fedquilt.cli.run import RunRequest
 from fedquilt.cli.supernet import SUPERNET_COMMANDS, SupernetRequest
@@ -54,6 +55,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "run": RunRequest,
     "compare": CompareRequest,
     "reproduce": ReproduceRequest,
+    "report": ReportRequest,
     "export": ExportRequest,
     "watch": WatchRequest,
     "clients": ClientsRequest,

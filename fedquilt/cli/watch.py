@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from fedquilt.cli.options import Flag, Text
 from fedquilt.cli.output import output
+from fedquilt.cli.report import Folders
 
-Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR…")]
 Host = Annotated[str, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="")]
 Port = Annotated[int, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 Seconds = Annotated[float, tyro.conf.arg(metavar="SECONDS", help_behavior_hint="")]

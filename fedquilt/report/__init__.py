@@ -1,17 +1,21 @@
 """Reports of runs and studies as pages that need neither a network nor a server.
 
 collect.py    runs and studies from their folders, as plain values
-tables.py     rows of numbers for charts and tables
+prepared.py   a run prepared from its settings again, without training
+quilt.py      positions that each round trained
+tables.py     rows of numbers
 thinning.py   bounds on the number of points that are drawn
-quilt.py      positions that each round trained, from the settings of a run
 sentences.py  one sentence below each chart
 charts.py     charts from rows
-figures.py    charts with their sentences, tables and controls, for runs
-study_figures.py  the same for several runs
-document.py   the HTML page
+figure.py     a chart with its sentence, its table and its controls
+figures.py, study_figures.py, details.py
+              figures of one run, of several runs, and of what some runs record
+document.py   the HTML page, with page.css, page.js and live.js
 files.py      charts as image files
+follow.py     the newest content, read again by one thread when files have changed
+watch.py      the server of a live page
 
-Charts need the extra `report` (altair and vl-convert). Reading and counting do not.
+All of it needs the extra `report` (altair and vl-convert-python), and watch.py the extra `watch`.
 """
 
 from fedquilt.report.document import Content, content, page

@@ -8,53 +8,40 @@ part of an expression.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedquilt.errors import ConfigError
 from fedquilt.errors.extras import how_to_install
 from fedquilt.report.thinning import Row, plain
 
-if TYPE_CHECKING:
+try:
     import altair as alt
+    import vl_convert  # noqa: F401  # It comes with the same extra, and pages need it.
+except ImportError as error:
+    raise ConfigError(
+        "a report was asked for; it needs altair and vl-convert-python, of which one is not "
+        f"installed: {how_to_install('report')}."
+    ) from error
 
 # Okabe and Ito 2008. Black is left out, because it cannot be seen on a dark page.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C8C8C", "#B8A800")
 WIDTH = 640
 HEIGHT = 300
-
-
-def altair() -> Any:
-    """Return the module `altair`.
-
-    Raises:
-        ConfigError: The extra `report` is not installed.
-    """
-    try:
-        import altair as alt
-        import vl_convert  # noqa: F401  # It comes with the same extra.
-    except ImportError as error:
-        raise ConfigError(
-            f"a report needs altair and vl-convert, of which one is not installed: "
-            f"{how_to_install('report')}."
-        ) from error
-    return alt
+TITLES = {"entry": "method"}  # Titles of columns in legends, where they differ
 
 
 def _chart(rows: Sequence[Row], title: str = "") -> alt.Chart:
-    alt = altair()
     chart: alt.Chart = alt.Chart(alt.Data(values=plain(rows)), width=WIDTH, height=HEIGHT)
     return chart.properties(title=title) if title else chart
 
 
 def _value(metric: str, percent: bool, field: str = "value") -> Any:
     """Return the vertical position for a metric, which need not begin at zero."""
-    alt = altair()
     axis = alt.Axis(format=".0%") if percent else alt.Axis(format="~g")
     return alt.Y(f"{field}:Q", title=metric, axis=axis, scale=alt.Scale(zero=False))
 
 
 def _colour(field: str, names: Sequence[Any], title: str) -> Any:
-    alt = altair()
     colours = [COLOURS[index % len(COLOURS)] for index in range(len(names))]
     return alt.Color(
         f"{field}:N", title=title, scale=alt.Scale(domain=list(names), range=colours), sort=None
@@ -83,17 +70,20 @@ def curves(
         series: Column that tells curves apart.
         percent: True if the metric is a rate.
     """
-    alt = altair()
     names = _names(rows, series)
+    title = TITLES.get(series, series)
+    axis = alt.Axis(format="~s")
+    if x == "round":
+        axis = alt.Axis(format="~d", tickMinStep=1)
     base = _chart(rows).encode(
-        x=alt.X(f"{x}:Q", title=x_title, axis=alt.Axis(format="~s"), scale=alt.Scale(zero=False)),
-        color=_colour(series, names, series),
+        x=alt.X(f"{x}:Q", title=x_title, axis=axis, scale=alt.Scale(zero=False)),
+        color=_colour(series, names, title),
     )
     shown = alt.Tooltip("value:Q", format=".2%" if percent else ".4g", title=metric)
     lines = base.mark_line(point=False, strokeWidth=2).encode(y=_value(metric, percent))
     points = base.mark_point(size=40, filled=True, opacity=1).encode(
         y=_value(metric, percent),
-        shape=alt.Shape(f"{series}:N", title=series, scale=alt.Scale(domain=names), sort=None),
+        shape=alt.Shape(f"{series}:N", title=title, scale=alt.Scale(domain=names), sort=None),
         tooltip=[f"{series}:N", alt.Tooltip(f"{x}:Q", title=x_title), shown],
     )
     layers = [lines, points]
@@ -117,7 +107,6 @@ def quilt(
         colour: `times` or `smallest`.
         classes: Budgets from the smallest on, for the legend of `smallest`.
     """
-    alt = altair()
     if colour == "times":
         shade = alt.Color(
             "times:Q",
@@ -131,12 +120,7 @@ def quilt(
         .transform_calculate(before="datum.first - 0.5", after="datum.last + 0.5")
         .mark_rect(strokeWidth=0)
         .encode(
-            x=alt.X(
-                "before:Q",
-                title="round",
-                scale=alt.Scale(zero=False, nice=False),
-                axis=alt.Axis(grid=False, tickMinStep=1),
-            ),
+            x=_rounds("before"),
             x2="after:Q",
             y=alt.Y(
                 "start:Q",
@@ -153,7 +137,6 @@ def quilt(
 
 def fleet(rows: Sequence[Row]) -> alt.Chart:
     """Return bars of the number of clients by budget, from rows with `budget` and `clients`."""
-    alt = altair()
     return (
         _chart(rows)
         .mark_bar()
@@ -163,13 +146,12 @@ def fleet(rows: Sequence[Row]) -> alt.Chart:
             color=alt.value(COLOURS[0]),
             tooltip=["budget:N", "clients:Q"],
         )
-        .properties(height=alt.Step(28))
+        .properties(height=max(60, 28 * len(rows)))
     )
 
 
 def samples(rows: Sequence[Row]) -> alt.Chart:
     """Return the samples of clients by class, from rows with `client`, `label` and `samples`."""
-    alt = altair()
     return (
         _chart(rows)
         .mark_rect()
@@ -197,9 +179,7 @@ def lost(rows: Sequence[Row]) -> alt.Chart:
     Args:
         rows: Rows with `first`, `last` and `lost`, a share in [0, 1].
     """
-    alt = altair()
-    chart = _bars_by_round(rows, "lost", "part of positions lost", "")
-    return chart.encode(y=alt.Y("lost:Q", title="part lost", axis=alt.Axis(format="%")))
+    return _bars_by_round(rows, "lost", "part of positions lost", "")
 
 
 def costs(rows: Sequence[Row], title: str) -> alt.Chart:
@@ -212,36 +192,46 @@ def costs(rows: Sequence[Row], title: str) -> alt.Chart:
     return _bars_by_round(rows, "amount", f"{title} a round", "cost")
 
 
-def _bars_by_round(rows: Sequence[Row], field: str, title: str, colour: str) -> alt.Chart:
-    """Return bars by round, stacked by the column `colour`. Without a colour there is one series.
+def _bars_by_round(
+    rows: Sequence[Row], field: str, title: str, colour: str, stacked: bool = True
+) -> alt.Chart:
+    """Return bars by round, one series for each value of the column `colour`.
 
     Args:
         rows: Rows with `first` and `last` round and the field.
         field: Column of the numbers.
         title: Title of the vertical axis.
         colour: Column that tells series apart. Empty: there is one.
+        stacked: True: series are on top of each other. False: each begins at zero.
     """
-    alt = altair()
-    chart = (
-        _chart(rows)
-        .transform_calculate(before="datum.first - 0.5", after="datum.last + 0.5")
-        .mark_bar(binSpacing=0)
-        .encode(
-            x=alt.X(
-                "before:Q",
-                title="round",
-                scale=alt.Scale(zero=False, nice=False),
-                axis=alt.Axis(tickMinStep=1),
-            ),
-            x2="after:Q",
-            y=alt.Y(f"{field}:Q", title=title, axis=alt.Axis(format="~s"), stack="zero"),
-        )
-    )
+    chart = _chart(rows).transform_calculate(before="datum.first - 0.5", after="datum.last + 0.5")
+    if stacked:
+        chart = chart.transform_stack(stack=field, as_=["low", "high"], groupby=["first"])
+    else:
+        chart = chart.transform_calculate(low="0", high=f"datum.{field}")
+    percent = alt.Axis(format="%") if field == "lost" else alt.Axis(format="~s")
     shown = ["first:Q", "last:Q", f"{field}:Q"]
-    if not colour:
-        return chart.encode(color=alt.value(COLOURS[0]), tooltip=shown)
-    names = _names(rows, colour)
-    return chart.encode(color=_colour(colour, names, colour), tooltip=[*shown, f"{colour}:N"])
+    names = _names(rows, colour) if colour else []
+    return chart.mark_rect(opacity=1.0 if stacked else 0.7).encode(
+        x=_rounds("before"),
+        x2="after:Q",
+        y=alt.Y("low:Q", title=title, axis=percent, scale=alt.Scale(zero=True)),
+        y2="high:Q",
+        color=_colour(colour, names, TITLES.get(colour, colour))
+        if colour
+        else alt.value(COLOURS[0]),
+        tooltip=[*shown, f"{colour}:N"] if colour else shown,
+    )
+
+
+def _rounds(field: str) -> alt.X:
+    """Return a horizontal position for rounds, with ticks at whole numbers."""
+    return alt.X(
+        f"{field}:Q",
+        title="round",
+        scale=alt.Scale(zero=False, nice=False),
+        axis=alt.Axis(grid=False, tickMinStep=1, format="~d"),
+    )
 
 
 def pareto(
@@ -255,7 +245,6 @@ def pareto(
         cost_title: Title of the horizontal axis.
         percent: True if the metric is a rate.
     """
-    alt = altair()
     x = alt.X("cost:Q", title=cost_title, axis=alt.Axis(format="~s"), scale=alt.Scale(zero=False))
     front = (
         _chart(rows)
@@ -287,7 +276,6 @@ def robustness(rows: Sequence[Row], percent: bool = True) -> alt.Chart:
         rows: Points with `entry`, `share`, `standard` and `robust`.
         percent: True if the figures are rates.
     """
-    alt = altair()
     axis = alt.Axis(format=".0%") if percent else alt.Axis(format="~g")
     shares = _names(rows, "share")
     return (
@@ -314,7 +302,6 @@ def bars(
         series: Column that tells bars apart.
         percent: True if the metric is a rate.
     """
-    alt = altair()
     axis = alt.Axis(format=".0%") if percent else alt.Axis(format="~g")
     names = _names(rows, series)
     return (
@@ -324,7 +311,7 @@ def bars(
             x=alt.X("share:N", title="share", sort=None, axis=alt.Axis(labelAngle=0)),
             xOffset=alt.XOffset(f"{series}:N", sort=None, scale=alt.Scale(domain=names)),
             y=alt.Y("value:Q", title=metric, axis=axis),
-            color=_colour(series, names, series),
+            color=_colour(series, names, TITLES.get(series, series)),
             tooltip=["share:N", f"{series}:N", "value:Q"],
         )
     )
@@ -332,9 +319,5 @@ def bars(
 
 def growth(rows: Sequence[Row]) -> alt.Chart:
     """Return the size of trained nets over rounds, from rows with `first`, `last` and `params`."""
-    alt = altair()
     colour = "entry" if any("entry" in row for row in rows) else ""
-    chart = _bars_by_round(rows, "params", "parameters of the widest net", colour)
-    return chart.encode(
-        y=alt.Y("params:Q", title="parameters", axis=alt.Axis(format="~s"), stack=None)
-    )
+    return _bars_by_round(rows, "params", "parameters of the widest net", colour, stacked=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt.errors import ConfigError, FedquiltError, RecordError
+from fedquilt.names import nearest
 from fedquilt.round import Record
 from fedquilt.runs.folder_files import read_log
 from fedquilt.runs.round_log import rounds_text
@@ -16,6 +17,7 @@ from fedquilt.runs.summary_file import read_summary
 from fedquilt.studies.comparison import Comparison
 from fedquilt.studies.frames import metric_names
 from fedquilt.studies.plan import STUDY_FILE, Plan
+from fedquilt.studies.report import comparison
 from fedquilt.studies.result import Result
 from fedquilt.studies.stored import read_stored
 from fedquilt.studies.study import Study
@@ -100,6 +102,8 @@ def collect(folders: Sequence[Path], metric: str = "") -> Collection:
             runs.append(read_run(folder))
     runs = _distinct(runs)
     title = ", ".join(Path(folder).resolve().name for folder in folders)
+    if len(runs) == 1 and not plans:
+        title = f"{runs[0].result.entry}, seed {runs[0].result.seed}"
     if not runs:
         return Collection((), plans[0], (), tuple(notes), "", title)
     shown = _shown_metric(runs, metric)
@@ -291,8 +295,6 @@ def _shown_metric(runs: Sequence[RunFolder], metric: str) -> str:
     if not metric:
         return runs[0].result.main if names else ""
     if metric not in names:
-        from fedquilt.names import nearest
-
         raise ConfigError(
             f"the metric {metric!r} was asked for; no run has recorded it."
             f"{nearest(metric, names) if names else ' Nothing was evaluated.'}"
@@ -313,8 +315,6 @@ def _compared(
     Raises:
         ConfigError: The runs cannot be compared.
     """
-    from fedquilt.studies.report import comparison
-
     results = [run.result for run in runs if run.result.metric(metric)]
     if not results:
         return [], ["No run has evaluated a round yet, so that there is nothing to compare."]

@@ -12,13 +12,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fedquilt.report.charts import altair
+import vl_convert
+from altair import SCHEMA_VERSION
+
+import fedquilt.report.charts  # noqa: F401
 from fedquilt.report.collect import Collection, RunFolder, collect
 from fedquilt.report.figure import MAX_TABLE_ROWS, Control, Figure, Section
 from fedquilt.report.figures import run_sections
 from fedquilt.report.study_figures import study_sections
 from fedquilt.report.thinning import Row, plain
 
+_SNIPPET = "window.vegaEmbed = vegaEmbed;"
 MAX_PROBLEMS = 20  # Problems of one run that are listed
 # Only scripts and styles inside the page run. Nothing is loaded, except by a live page from its
 # own server. Vega computes its expressions with `Function`.
@@ -75,7 +79,6 @@ def content(folders: Sequence[Path], *, metric: str = "", trust: bool = False) -
         metric: Name of the metric to show. Empty: the main one.
         trust: True: run code that settings in the folders name, and add it to the user's list.
     """
-    altair()
     collection = collect(folders, metric)
     return content_of(collection, sections_of(collection, trust))
 
@@ -157,11 +160,10 @@ def document(shown: Content, live: bool = False) -> str:
 @cache
 def _bundle() -> str:
     """Return the scripts of Vega, Vega-Lite and Vega-Embed, of the version that charts need."""
-    import vl_convert
-
-    version = ".".join(altair().SCHEMA_VERSION.removeprefix("v").split(".")[:2])
-    bundle: str = vl_convert.javascript_bundle(vl_version=version)
-    return bundle.replace("</script", "<\\/script")
+    version = ".".join(SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+    return vl_convert.javascript_bundle(_SNIPPET, vl_version=version).replace(
+        "</script", "<\\/script"
+    )
 
 
 @cache

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from altair import Chart
+
 from fedquilt.data.plot import counts as sample_counts
 from fedquilt.errors import FedquiltError
 from fedquilt.report import charts, sentences, tables
 from fedquilt.report.collect import RunFolder
+from fedquilt.report.details import detail_figures
 from fedquilt.report.figure import Control, Figure, Section
 from fedquilt.report.prepared import prepare_again
 from fedquilt.report.quilt import MAX_COLUMNS, MAX_ROWS, Quilt, budget_names, quilt_of
@@ -33,8 +36,9 @@ def run_sections(folder: RunFolder, metric: str, trust: bool = False) -> list[Se
             quilt = quilt_of(run, folder.records)
         except FedquiltError as error:
             reason = str(error)
+    results = (*curve_figures(folder, metric), *detail_figures([folder.result], metric))
     sections = [
-        Section("figures-section", metric or "Results", tuple(curve_figures(folder, metric))),
+        Section("results", metric or "Results", results),
         quilt_section(folder, quilt, reason),
     ]
     if run is not None:
@@ -148,7 +152,7 @@ def quilt_figure(quilt: Quilt, title: str = "Trained positions") -> Figure:
     cells = {
         (axis, period): quilt.cells(axis, period == "all") for axis in axes for period in periods
     }
-    shown = {
+    shown: dict[tuple[str, ...], Chart] = {
         (axis, colour, period): charts.quilt(cells[axis, period], axis, colour, quilt.budgets)
         for axis in axes
         for colour in colours
@@ -203,7 +207,7 @@ def fleet_section(run: Run) -> Section:
 def _sample_figures(run: Run) -> list[Figure]:
     """Return the figure of samples by client and class. Empty: targets are not classes."""
     data = run.data
-    if not data.has_classes:
+    if not data.has_classes or data.targets.dim() > 1:  # Masks and sequences have many classes.
         return []
     table = sample_counts(data, "class", MAX_CLIENTS).tolist()
     rows: list[Row] = [
@@ -217,7 +221,7 @@ def _sample_figures(run: Run) -> list[Figure]:
     ]
     sizes = [sum(row) for row in table]
     classes = [sum(1 for samples in row if samples) for row in table]
-    notes = ()
+    notes: tuple[str, ...] = ()
     if data.num_clients > len(table):
         notes = (f"The first {len(table)} of {data.num_clients:,} clients are shown.",)
     sentence = sentences.of_samples(sizes, classes)

@@ -44,8 +44,8 @@ window.fedquilt = (() => {
     const datasets = {};
     for (const name of names(spec)) datasets[name] = shown.data[name];
     const narrow = window.matchMedia("(max-width: 45rem)").matches;
-    const fitted = narrow ? { ...spec, config: { ...spec.config, legend: { orient: "bottom",
-      columns: 3 } } } : spec;
+    const fitted = { ...spec, width: "container", autosize: { type: "fit-x", contains: "padding" } };
+    if (narrow) fitted.config = { ...spec.config, legend: { orient: "bottom", columns: 3 } };
     const old = views.get(figure);
     const result = await vegaEmbed(element, { ...fitted, datasets }, { actions: false, config,
       renderer: "svg", tooltip: { theme: "custom" } });

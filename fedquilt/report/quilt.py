@@ -161,7 +161,7 @@ class _Unreadable(MutableMapping[Any, Any]):
             "records do not have."
         )
 
-    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = _refuse  # type: ignore[assignment]
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = _refuse
 
 
 def stateless(server: Server, round: int, method: str) -> Server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from fedquilt.report.thinning import Row
 from fedquilt.runs.summaries import figure_text
@@ -258,7 +259,7 @@ def of_growth(rows: Iterable[Row]) -> str:
     sizes = [row["params"] for row in rows if row["params"]]
     if not sizes:
         return "No net was trained."
-    steps = sum(1 for old, new in zip(sizes, sizes[1:], strict=False) if old != new)
+    steps = sum(1 for old, new in pairwise(sizes) if old != new)
     if not steps:
         return f"The widest net has {amount(sizes[0])} parameters in all rounds."
     return (

@@ -8,6 +8,7 @@ from dataclasses import replace
 from fedquilt.errors import FedquiltError
 from fedquilt.report import charts, sentences, tables
 from fedquilt.report.collect import Collection, RunFolder
+from fedquilt.report.details import detail_figures
 from fedquilt.report.figure import Control, Figure, Section
 from fedquilt.report.figures import quilt_figure, thinning_note
 from fedquilt.report.prepared import prepare_again
@@ -38,7 +39,7 @@ def study_sections(collection: Collection, trust: bool = False) -> list[Section]
     ]
     if table_notes := [note for table in collection.tables for note in table.notes]:
         sections[-1] = replace(sections[-1], notes=tuple(table_notes))
-    if details := _detail_figures(collection):
+    if details := detail_figures(collection.results, collection.metric):
         sections.append(Section("details", "Further results", tuple(details)))
     sections.append(_quilts(collection, trust))
     settings = [
@@ -150,59 +151,6 @@ def _fronts(final: Sequence[Row], metric: str, percent: bool, higher: bool) -> l
                 )
             )
     return figures
-
-
-def _detail_figures(collection: Collection) -> list[Figure]:
-    """Return figures of what only some runs record: attacks, other metrics, clients' own nets."""
-    results = collection.results
-    figures = []
-    percent = results[0].is_in_percent() if results else True
-    if robust := tables.robust_rows(results):
-        sentence = sentences.of_robustness(robust, percent)
-        chart = charts.robustness(robust, percent)
-        figures.append(
-            Figure("robustness", "Standard and robust", sentence, {(): chart}, (), robust)
-        )
-    figures += _metric_figures(collection)
-    if used := tables.utilization_rows(results):
-        chart = charts.bars(
-            [{**row, "share": row["entry"]} for row in used], "part of the limits used", "nets"
-        )
-        sentence = sentences.of_utilization(used)
-        figures.append(Figure("utilization", "Use of the devices", sentence, {(): chart}, (), used))
-    return figures
-
-
-def _metric_figures(collection: Collection) -> list[Figure]:
-    """Return one figure of all other metrics of the last evaluation, for a metric to choose."""
-    results = collection.results
-    rows = [row for row in tables.metric_rows(results) if row["metric"] != collection.metric]
-    names = {name: name for name in dict.fromkeys(row["metric"] for row in rows)}
-    if not names:
-        return []
-    first = next(iter(names))
-    own = [row for row in rows if row["metric"] == first]
-    percent = {name: results[0].is_in_percent(name) for name in names}
-    share = own[0]["share"]
-    return [
-        Figure(
-            "metrics",
-            "Other metrics",
-            f"{first}: "
-            + sentences.of_comparison(own, share, percent[first], results[0].prefers_higher(first)),
-            {
-                (name,): charts.bars(
-                    [row for row in rows if row["metric"] == name], name, "entry", percent[name]
-                )
-                for name in names
-            },
-            (Control("Metric", names),),
-            [
-                {name: row[name] for name in ("metric", "entry", "share", "value", "seeds")}
-                for row in rows
-            ],
-        )
-    ]
 
 
 def _quilts(collection: Collection, trust: bool) -> Section:

@@ -8,7 +8,7 @@ from typing import Any
 from fedquilt.report.collect import RunFolder
 from fedquilt.report.thinning import Row, bins, number
 from fedquilt.round import Record
-from fedquilt.runs.summaries import figures_of, labels_of, share_label
+from fedquilt.runs.summaries import labels_of, share_label
 from fedquilt.studies.frames import metric_names
 from fedquilt.studies.result import Result
 from fedquilt.studies.statistics import Spread, by_entry
@@ -53,6 +53,7 @@ def curve_rows(run: RunFolder, metric: str, labels: Mapping[str, str]) -> list[R
         totals["seconds"] += record.seconds
         for share, value in record.grades.metrics.get(metric, {}).items():
             costs = {name: number(total) for name, total in totals.items()}
+            costs["round"] = record.round
             rows.append(
                 {
                     "entry": run.result.entry,
@@ -97,6 +98,7 @@ def spread_rows(rows: Iterable[Row]) -> list[Row]:
                 "high": spread.mean + deviation,
                 "seeds": spread.count,
                 **{name: _mean(row[name] for row in group) for name in AXES},
+                "round": group[0]["round"],
             }
         )
     return sorted(spreads, key=lambda row: row["round"])
@@ -200,7 +202,7 @@ def cost_rows(records: Sequence[Record]) -> list[Row]:
 def final_rows(results: Sequence[Result], metric: str = "") -> list[Row]:
     """Return the figure of each row and share in the last evaluation, with what it cost.
 
-    Columns are `entry`, `share`, `value`, `low`, `high`, `seeds`, `bytes` (sent by all clients, both
+    Columns are `entry`, `share`, `value`, `low`, `high`, `seeds`, `bytes` (of all clients, both
     ways) and `params` (of the net that a device of the share holds). Numbers are means over seeds.
 
     Args:
@@ -285,32 +287,6 @@ def robust_rows(results: Sequence[Result]) -> list[Row]:
         for row in final_rows(results, "standard")
         if (row["entry"], row["share"]) in robust
     ]
-
-
-def client_net_rows(results: Sequence[Result]) -> list[Row]:
-    """Return the figures of nets that clients keep to themselves, by row and limit.
-
-    Columns are `entry`, `share` (the limit), `metric` and `value`, which is a mean over seeds.
-    Empty: clients keep no nets.
-    """
-    labels = labels_of_shares(results)
-    rows: list[Row] = []
-    for entry, runs in by_entry(results).items():
-        shares = set(figures_of(runs[0].summary))
-        for name, figures in runs[0].summary.get("metrics", {}).items():
-            if not figures or not shares.isdisjoint(figures):
-                continue
-            for share in figures:
-                value = _mean(number(run.metric(name).get(share)) for run in runs)
-                rows.append(
-                    {
-                        "entry": entry,
-                        "share": share_label(share, labels),
-                        "metric": name,
-                        "value": value,
-                    }
-                )
-    return rows
 
 
 def utilization_rows(results: Sequence[Result]) -> list[Row]:

@@ -278,7 +278,7 @@ def _uvicorn() -> Any:
     except ImportError as error:
         raise ConfigError(
             "a live page needs Starlette and uvicorn, of which one is not installed: "
-            f"{how_to_install('report,watch')}."
+            f"{how_to_install('watch')}."
         ) from error
     return uvicorn
 
