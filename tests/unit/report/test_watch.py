@@ -60,12 +60,12 @@ def reader(server: LiveServer) -> Iterator[Reader]:
     reader.close()
 
 
-def test_the_first_page_is_whole_and_loads_nothing_from_elsewhere(server):
+def test_the_first_page_is_whole_and_loads_nothing_from_elsewhere(log, server):
     status, headers, body = get(server.port)
     page = body.decode()
     assert status == 200
     assert headers["content-type"] == "text/html; charset=utf-8"
-    assert "<h1>run</h1>" in page
+    assert f"<td>{log.folder}</td>" in page
     assert 'new EventSource("events"' in page
     assert set(addresses(page)) <= set(re.findall(r'"(#[\w-]+)"', page))
     policy = headers["content-security-policy"]
