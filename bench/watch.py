@@ -4,8 +4,8 @@
     python bench/watch.py [--rounds 40] [--watchers 200]
 
 `recording` is the time in which a round's record is written, without checkpoints, beside the time
-of the round. `delay` is the time from the write of a record to the event that tells a reader, and to
-the end of the reader's request for the new content. The run goes on in another process meanwhile,
+of the round. `delay` is the time from the write of a record to the event that tells a reader, and
+to the end of the reader's request for the new content. The run goes on in another process meanwhile,
 and `round` is the median time of its rounds without and with watchers.
 """
 
@@ -29,7 +29,7 @@ from fedquilt.report.watch import LiveServer, wait_for_run
 from fedquilt.runs.folder import Folder
 from fedquilt.runs.recipe import config_text
 
-RUN = [sys.executable, "-m", "fedquilt", "run", "heterofl"]
+RUN = [sys.executable, "-m", "fedquilt", "run", "--method", "heterofl"]
 TIMEOUT_SECONDS = 120.0
 
 

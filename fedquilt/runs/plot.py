@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fedquilt.errors import ConfigError
@@ -26,7 +25,7 @@ MAX_POINTS = 4000  # Points of a chart. Altair refuses more than 5000.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 
 
-def load_altair() -> ModuleType:
+def load_altair() -> Any:
     """Return the module `altair`.
 
     Raises:
