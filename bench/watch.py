@@ -5,14 +5,15 @@
 
 `recording` is the time in which a round's record is written, without checkpoints, beside the time
 of the round. `delay` is the time from the write of a record to the event that tells a reader, and
-to the end of the reader's request for the new content. The run goes on in another process meanwhile,
-and `round` is the median time of its rounds without and with watchers.
+to the end of the reader's request for the new content. The run goes on in another process, and
+`round` is the median time of its rounds without and with watchers.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import socket
 import statistics
 import subprocess
@@ -25,48 +26,47 @@ from urllib.request import urlopen
 
 from measure import machine
 
-from fedquilt.report.watch import LiveServer, wait_for_run
+from fedquilt.report.watch import wait_for_run
 from fedquilt.runs.folder import Folder
 from fedquilt.runs.recipe import config_text
 
 RUN = [sys.executable, "-m", "fedquilt", "run", "--method", "heterofl"]
+WATCH = [sys.executable, "-m", "fedquilt", "watch"]
 TIMEOUT_SECONDS = 120.0
+SETTLE_SECONDS = 15.0  # Time after the run in which the last events come
 
 
 class Watcher:
-    """A reader of events in a thread, which notes when each event came.
+    """A stream of events. The first one of a page is read in a thread, which notes the times.
 
     Args:
         port: Port of the live page.
-        fetches: True: it asks for the new content after each event, as a browser does.
+        reads: True: it notes when each event came, and asks for the new content as a browser does.
+            False: it leaves the events to its socket.
     """
 
-    def __init__(self, port: int, fetches: bool) -> None:
+    def __init__(self, port: int, reads: bool) -> None:
         self.events: list[float] = []
         self.contents: list[float] = []
         self._url = f"http://127.0.0.1:{port}/content.json"
-        self._fetches = fetches
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_SECONDS)
         request = f"GET /events HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n"
         self._socket.sendall(request.encode())
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
+        if reads:
+            threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         try:
             for line in self._socket.makefile("rb"):
                 if line.startswith(b"data:"):
                     self.events.append(time.time())
-                    if self._fetches:
-                        urlopen(self._url, timeout=TIMEOUT_SECONDS).read()
-                        self.contents.append(time.time())
+                    urlopen(self._url, timeout=TIMEOUT_SECONDS).read()
+                    self.contents.append(time.time())
         except OSError:
             return  # The socket was closed.
 
     def close(self) -> None:
         """Close the stream."""
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(TIMEOUT_SECONDS)
         self._socket.close()
 
 
@@ -126,25 +126,29 @@ def watched(folder: Path, rounds: int, watchers: int) -> float:
                 written.setdefault(stat.st_size, stat.st_mtime)
 
     observer = threading.Thread(target=observe)
-    with LiveServer([folder]) as server:
-        readers = [Watcher(server.port, index == 0) for index in range(watchers)]
-        begun = time.time()
-        observer.start()
-        seconds = finish(process, folder)
-        last = time.time()
-        time.sleep(2)
-        ended.set()
-        observer.join()
-        events, contents = readers[0].events[1:], readers[0].contents[1:]
-        print(f"{watchers} watchers: {len(events)} events, {server.follower._cost:.2f} s a reading")
-        for reader in readers:
-            reader.close()
-    writes = [at for at in written.values() if begun + 1 < at <= last]
+    server = subprocess.Popen([*WATCH, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    port = int(server.stdout.readline().split("/")[2].rpartition(":")[2])
+    readers = [Watcher(port, index == 0) for index in range(watchers)]
+    begun = time.time()
+    observer.start()
+    seconds = finish(process, folder)
+    last = time.time()
+    time.sleep(SETTLE_SECONDS)
+    ended.set()
+    observer.join()
+    events, contents = readers[0].events[1:], readers[0].contents[1:]
+    server.send_signal(signal.SIGINT)
+    server.wait(TIMEOUT_SECONDS)
+    for reader in readers:
+        reader.close()
+    writes = [at for at in written.values() if begun < at <= last]
+    print(f"{watchers} watchers, {len(writes)} records, {len(events)} events")
     for name, times in (("event", events), ("content", contents)):
-        delays = [min(after for after in times if after >= at) - at for at in writes[:-1]]
+        delays = [min(after for after in times if after >= at) - at for at in writes]
         print(
             f"delay to the {name:<8} median {statistics.median(delays):.2f} s, largest "
-            f"{max(delays):.2f} s, {len(delays)} records"
+            f"{max(delays):.2f} s"
         )
     return seconds
 

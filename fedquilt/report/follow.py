@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from altair.utils.schemapi import debug_mode
+
 from fedquilt.errors import FedquiltError
 from fedquilt.report.document import Content, content, document
 from fedquilt.studies.plan import STUDY_FILE
@@ -91,7 +93,11 @@ class Follower:
             self._thread.join()
 
     def _read(self, version: int) -> Snapshot:
-        snapshot = Snapshot(version, content(self._folders, metric=self._metric, trust=self._trust))
+        # Altair compares each part of a chart with its schema, which takes most of the time. The
+        # first content is compared, and later ones have charts of the same kinds.
+        with debug_mode(version == 1):
+            shown = content(self._folders, metric=self._metric, trust=self._trust)
+        snapshot = Snapshot(version, shown)
         _ = snapshot.page, snapshot.json  # Compressed here, and not by the thread of the server.
         return snapshot
 
