@@ -25,6 +25,7 @@ except ImportError as error:
 
 # Okabe and Ito 2008. Black is left out, because it cannot be seen on a dark page.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C8C8C", "#B8A800")
+GREY = "#8C8C8C"
 WIDTH = 640
 HEIGHT = 300
 TITLES = {"entry": "method"}  # Titles of columns in legends, where they differ
@@ -44,7 +45,20 @@ def _value(metric: str, percent: bool, field: str = "value") -> Any:
 def _colour(field: str, names: Sequence[Any], title: str) -> Any:
     colours = [COLOURS[index % len(COLOURS)] for index in range(len(names))]
     return alt.Color(
-        f"{field}:N", title=title, scale=alt.Scale(domain=list(names), range=colours), sort=None
+        f"{field}:N",
+        legend=alt.Legend(title=title, symbolOpacity=1),  # That of a band would be pale.
+        scale=alt.Scale(domain=list(names), range=colours),
+        sort=None,
+    )
+
+
+def _share_shape(rows: Sequence[Row]) -> Any:
+    """Return a shape for every share, with a legend that is visible on light and dark pages."""
+    return alt.Shape(
+        "share:N",
+        legend=alt.Legend(title="share", symbolFillColor=GREY, symbolStrokeColor=GREY),
+        scale=alt.Scale(domain=_names(rows, "share")),
+        sort=None,
     )
 
 
@@ -249,10 +263,9 @@ def pareto(
     front = (
         _chart(rows)
         .transform_filter("datum.front")
-        .mark_line(color="#8C8C8C", strokeDash=[4, 3], interpolate="step-after")
+        .mark_line(color=GREY, strokeDash=[4, 3], interpolate="step-after")
         .encode(x=x, y=_value(metric, percent), order="cost:Q")
     )
-    shares = _names(rows, "share")
     points = (
         _chart(rows)
         .mark_point(size=90, filled=True, opacity=1)
@@ -260,9 +273,9 @@ def pareto(
             x=x,
             y=_value(metric, percent),
             color=_colour("entry", _names(rows, "entry"), "method"),
-            shape=alt.Shape("share:N", title="share", scale=alt.Scale(domain=shares), sort=None),
+            shape=_share_shape(rows),
             strokeWidth=alt.condition("datum.front", alt.value(2), alt.value(0)),
-            stroke=alt.value("#8C8C8C"),
+            stroke=alt.value(GREY),
             tooltip=["entry:N", "share:N", "value:Q", "cost:Q", "front:N", "seeds:Q"],
         )
     )
@@ -277,7 +290,6 @@ def robustness(rows: Sequence[Row], percent: bool = True) -> alt.Chart:
         percent: True if the figures are rates.
     """
     axis = alt.Axis(format=".0%") if percent else alt.Axis(format="~g")
-    shares = _names(rows, "share")
     return (
         _chart(rows)
         .mark_point(size=90, filled=True, opacity=1)
@@ -285,7 +297,7 @@ def robustness(rows: Sequence[Row], percent: bool = True) -> alt.Chart:
             x=alt.X("standard:Q", title="standard", axis=axis, scale=alt.Scale(zero=False)),
             y=alt.Y("robust:Q", title="robust", axis=axis, scale=alt.Scale(zero=False)),
             color=_colour("entry", _names(rows, "entry"), "method"),
-            shape=alt.Shape("share:N", title="share", scale=alt.Scale(domain=shares), sort=None),
+            shape=_share_shape(rows),
             tooltip=["entry:N", "share:N", "standard:Q", "robust:Q"],
         )
     )

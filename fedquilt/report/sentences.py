@@ -205,11 +205,11 @@ def of_fleet(rows: Sequence[Row]) -> str:
     total = sum(row["clients"] for row in rows)
     if not total:
         return "The fleet has no clients."
-    most = max(rows, key=lambda row: row["clients"])
-    return (
-        f"{most['clients']:,} of {plural(total, 'client')} ({most['clients'] / total:.0%}) have "
-        f"the budget {most['budget']}, the most common of {len(rows)}."
-    )
+    most = max(row["clients"] for row in rows)
+    names = [row["budget"] for row in rows if row["clients"] == most]
+    if len(names) > 1:
+        return f"{plural(total, 'client')}: {most:,} each have {' and '.join(names)}, the most."
+    return f"{most:,} of {plural(total, 'client')} ({most / total:.0%}) have {names[0]}, the most."
 
 
 def of_samples(counts: Sequence[int], classes: Sequence[int]) -> str:
@@ -221,10 +221,16 @@ def of_samples(counts: Sequence[int], classes: Sequence[int]) -> str:
     """
     if not counts:
         return "No client has samples."
-    return (
-        f"Clients have between {min(counts):,} and {max(counts):,} samples, of between "
-        f"{min(classes)} and {max(classes)} classes."
-    )
+    return f"A client has {_range(counts, 'sample')} of {_range(classes, 'class')}."
+
+
+def _range(counts: Sequence[int], noun: str) -> str:
+    """Return the smallest and the largest of some counts, such as "3 to 5 samples"."""
+    least, most = min(counts), max(counts)
+    plural_noun = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    if least == most:
+        return f"{least:,} {noun if least == 1 else plural_noun}"
+    return f"{least:,} to {most:,} {plural_noun}"
 
 
 def of_robustness(rows: Sequence[Row], percent: bool) -> str:
