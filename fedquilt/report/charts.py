@@ -10,18 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fedquilt.errors import ConfigError
-from fedquilt.errors.extras import how_to_install
-from fedquilt.report.thinning import Row, plain
+import altair as alt
 
-try:
-    import altair as alt
-    import vl_convert  # noqa: F401  # It comes with the same extra, and pages need it.
-except ImportError as error:
-    raise ConfigError(
-        "a report was asked for; it needs altair and vl-convert-python, of which one is not "
-        f"installed: {how_to_install('report')}."
-    ) from error
+from fedquilt.report.thinning import Row, plain
 
 # Okabe and Ito 2008. Black is left out, because it cannot be seen on a dark page.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C8C8C", "#B8A800")
@@ -330,6 +321,6 @@ def bars(
 
 
 def growth(rows: Sequence[Row]) -> alt.Chart:
-    """Return the size of trained nets over rounds, from rows with `first`, `last` and `params`."""
+    """Return the size of a growing model over rounds, from rows with `first`, `last` and `params`."""
     colour = "entry" if any("entry" in row for row in rows) else ""
-    return _bars_by_round(rows, "params", "parameters of the widest net", colour, stacked=False)
+    return _bars_by_round(rows, "params", "parameters of the model", colour, stacked=False)

@@ -257,7 +257,7 @@ def of_robustness(rows: Sequence[Row], percent: bool) -> str:
 
 
 def of_growth(rows: Iterable[Row]) -> str:
-    """Say how the widest net that is trained grows.
+    """Say how often and how much the whole model grows.
 
     Args:
         rows: Rows with `first` round and `params`, in order.
@@ -267,9 +267,9 @@ def of_growth(rows: Iterable[Row]) -> str:
         return "No net was trained."
     steps = sum(1 for old, new in pairwise(sizes) if old != new)
     if not steps:
-        return f"The widest net has {amount(sizes[0])} parameters in all rounds."
+        return f"The whole model has {amount(sizes[0])} parameters in all rounds."
     return (
-        f"The widest net that is trained changes its size {plural(steps, 'time')}, from "
+        f"The whole model changes its size {plural(steps, 'time')}, from "
         f"{amount(sizes[0])} to {amount(sizes[-1])} parameters."
     )
 

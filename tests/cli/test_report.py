@@ -57,7 +57,9 @@ def test_charts_become_images(folders, tmp_path, capsys):
         command = ["report", str(folders / "run"), "--format", form, "--out", str(out)]
         assert main(command) == 0
         files = {path.name: path.read_bytes() for path in out.iterdir()}
-        assert {f"curves-round.{form}", f"curves-bytes.{form}", f"quilt.{form}"} <= files.keys()
+        assert {f"curves-round.{form}", f"curves-bytes.{form}", f"fleet.{form}"} <= files.keys()
+        assert len([name for name in files if name.startswith("quilt-")]) == 2  # Hidden layers
+        assert f"growth.{form}" not in files
         assert all(content.startswith(begin) for content in files.values())
     assert main(command) == 2
     assert "--force" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from fedquilt.axes import Positions
 from fedquilt.family.cut import prefix
 from fedquilt.report.quilt import MAX_COLUMNS, StateReadError, quilt_of
 from fedquilt.round.engine import Attendance
+from tests.growing import growing
 from tests.unit.report.conftest import record
 
 ROUNDS = 8
@@ -153,3 +154,20 @@ def test_a_plan_that_reads_weights_has_no_quilt(prepared):
     run = prepared(ByWeight())
     with pytest.raises(StateReadError, match="ByWeight depends on the weights"):
         quilt_of(run, records(1))
+
+
+def test_the_size_of_a_growing_model_is_that_of_its_stages(make_data):
+    family = growing()
+    data = make_data(family, (4, 4))
+    fleet = fq.Fleet.of((1.0,), 2, 2)
+    method = fq.methods.ProgFed(stages=3).settled(6)
+    quilt = quilt_of(fq.prepare(method, family, data, fleet, "sequential"), records(6))
+    sizes = [row["params"] for row in quilt.growth]
+    assert quilt.grows
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) == 3
+    assert sizes[-1] == family.member(family.whole).count
+
+
+def test_the_size_of_other_models_stays(prepared):
+    assert not quilt_of(prepared(fq.methods.HeteroFL(), (1.0, 0.5), 4, 1), records()).grows

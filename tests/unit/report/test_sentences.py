@@ -111,7 +111,7 @@ def test_budgets_samples_costs_growth_and_attacks():
     )
     sizes = [{"params": 10}, {"params": 10}, {"params": 40}]
     assert sentences.of_growth(sizes) == (
-        "The widest net that is trained changes its size 1 time, from 10 to 40 parameters."
+        "The whole model changes its size 1 time, from 10 to 40 parameters."
     )
     attacked = [
         {"entry": "a", "share": "1", "standard": 0.9, "robust": 0.4},
