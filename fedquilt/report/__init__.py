@@ -18,6 +18,18 @@ watch.py      the server of a live page
 All of it needs the extra `report` (altair and vl-convert-python), and watch.py the extra `watch`.
 """
 
+from fedquilt.errors import ConfigError
+from fedquilt.errors.extras import how_to_install
+
+try:
+    import altair  # noqa: F401
+    import vl_convert  # noqa: F401
+except ImportError as error:
+    raise ConfigError(
+        "a report was asked for; it needs altair and vl-convert-python, of which one is not "
+        f"installed: {how_to_install('report')}."
+    ) from error
+
 from fedquilt.report.document import Content, content, page
 
 __all__ = ["Content", "content", "page"]

@@ -10,21 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fedquilt.errors import ConfigError
-from fedquilt.errors.extras import how_to_install
-from fedquilt.report.thinning import Row, plain
+import altair as alt
 
-try:
-    import altair as alt
-    import vl_convert  # noqa: F401  # It comes with the same extra, and pages need it.
-except ImportError as error:
-    raise ConfigError(
-        "a report was asked for; it needs altair and vl-convert-python, of which one is not "
-        f"installed: {how_to_install('report')}."
-    ) from error
+from fedquilt.report.thinning import Row, plain
 
 # Okabe and Ito 2008. Black is left out, because it cannot be seen on a dark page.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C8C8C", "#B8A800")
+GREY = "#8C8C8C"
 WIDTH = 640
 HEIGHT = 300
 TITLES = {"entry": "method"}  # Titles of columns in legends, where they differ
@@ -44,7 +36,20 @@ def _value(metric: str, percent: bool, field: str = "value") -> Any:
 def _colour(field: str, names: Sequence[Any], title: str) -> Any:
     colours = [COLOURS[index % len(COLOURS)] for index in range(len(names))]
     return alt.Color(
-        f"{field}:N", title=title, scale=alt.Scale(domain=list(names), range=colours), sort=None
+        f"{field}:N",
+        legend=alt.Legend(title=title, symbolOpacity=1),  # That of a band would be pale.
+        scale=alt.Scale(domain=list(names), range=colours),
+        sort=None,
+    )
+
+
+def _share_shape(rows: Sequence[Row]) -> Any:
+    """Return a shape for every share, with a legend that is visible on light and dark pages."""
+    return alt.Shape(
+        "share:N",
+        legend=alt.Legend(title="share", symbolFillColor=GREY, symbolStrokeColor=GREY),
+        scale=alt.Scale(domain=_names(rows, "share")),
+        sort=None,
     )
 
 
@@ -249,10 +254,9 @@ def pareto(
     front = (
         _chart(rows)
         .transform_filter("datum.front")
-        .mark_line(color="#8C8C8C", strokeDash=[4, 3], interpolate="step-after")
+        .mark_line(color=GREY, strokeDash=[4, 3], interpolate="step-after")
         .encode(x=x, y=_value(metric, percent), order="cost:Q")
     )
-    shares = _names(rows, "share")
     points = (
         _chart(rows)
         .mark_point(size=90, filled=True, opacity=1)
@@ -260,9 +264,9 @@ def pareto(
             x=x,
             y=_value(metric, percent),
             color=_colour("entry", _names(rows, "entry"), "method"),
-            shape=alt.Shape("share:N", title="share", scale=alt.Scale(domain=shares), sort=None),
+            shape=_share_shape(rows),
             strokeWidth=alt.condition("datum.front", alt.value(2), alt.value(0)),
-            stroke=alt.value("#8C8C8C"),
+            stroke=alt.value(GREY),
             tooltip=["entry:N", "share:N", "value:Q", "cost:Q", "front:N", "seeds:Q"],
         )
     )
@@ -277,7 +281,6 @@ def robustness(rows: Sequence[Row], percent: bool = True) -> alt.Chart:
         percent: True if the figures are rates.
     """
     axis = alt.Axis(format=".0%") if percent else alt.Axis(format="~g")
-    shares = _names(rows, "share")
     return (
         _chart(rows)
         .mark_point(size=90, filled=True, opacity=1)
@@ -285,7 +288,7 @@ def robustness(rows: Sequence[Row], percent: bool = True) -> alt.Chart:
             x=alt.X("standard:Q", title="standard", axis=axis, scale=alt.Scale(zero=False)),
             y=alt.Y("robust:Q", title="robust", axis=axis, scale=alt.Scale(zero=False)),
             color=_colour("entry", _names(rows, "entry"), "method"),
-            shape=alt.Shape("share:N", title="share", scale=alt.Scale(domain=shares), sort=None),
+            shape=_share_shape(rows),
             tooltip=["entry:N", "share:N", "standard:Q", "robust:Q"],
         )
     )
@@ -318,6 +321,6 @@ def bars(
 
 
 def growth(rows: Sequence[Row]) -> alt.Chart:
-    """Return the size of trained nets over rounds, from rows with `first`, `last` and `params`."""
+    """Return the size of a growing model over rounds, from rows with `first`, `last` and `params`."""
     colour = "entry" if any("entry" in row for row in rows) else ""
-    return _bars_by_round(rows, "params", "parameters of the widest net", colour, stacked=False)
+    return _bars_by_round(rows, "params", "parameters of the model", colour, stacked=False)

@@ -15,7 +15,6 @@ from typing import Any
 import vl_convert
 from altair import SCHEMA_VERSION
 
-import fedquilt.report.charts  # noqa: F401
 from fedquilt.report.collect import Collection, RunFolder, collect
 from fedquilt.report.figure import MAX_TABLE_ROWS, Control, Figure, Section
 from fedquilt.report.figures import run_sections

@@ -63,7 +63,8 @@ class Quilt:
     first: Mapping[str, np.ndarray] = field(repr=False)
     planned: np.ndarray = field(repr=False)  # Positions that were planned, by round
     arrived: np.ndarray = field(repr=False)  # Positions whose update arrived, by round
-    params: np.ndarray = field(repr=False)  # Parameters of the largest net trained, by round
+    # Parameters of the whole model at the stage of growth of each round. 0: it is not known
+    params: np.ndarray = field(repr=False)
     omitted: tuple[int, ...] = ()  # Rounds of which the records do not say who replied
 
     def times(self, axis: str) -> list[int]:
@@ -132,7 +133,7 @@ class Quilt:
 
     @cached_property
     def growth(self) -> list[Row]:
-        """Return the parameters of the largest net that was trained, by round."""
+        """Return the parameters of the whole model at its stage of growth, by round."""
         return [
             {
                 "first": self.rounds[begin],
@@ -144,7 +145,7 @@ class Quilt:
 
     @property
     def grows(self) -> bool:
-        """Return True if the largest net that is trained changes between rounds with clients."""
+        """Return True if the model has different sizes in different rounds, as in ProgFed."""
         return len(set(self.params[self.params > 0].tolist())) > 1
 
 
@@ -260,13 +261,19 @@ class _Counter:
         self.family = run.world.family
         self.axes = axes
         self.trained: dict[Any, frozenset[str]] = {}
-        self.sizes: dict[Any, int] = {}
+        self.sizes: dict[str, int] = {}
 
     def params(self, submodel: Submodel) -> int:
-        """Return the number of parameters of a sub-model."""
-        if submodel.arch not in self.sizes:
-            self.sizes[submodel.arch] = self.family.member(submodel.arch).count
-        return self.sizes[submodel.arch]
+        """Return the parameters of the whole model at the stage that a sub-model belongs to.
+
+        Nets of a union are no stages of each other. The result is 0 for them.
+        """
+        variant = submodel.arch.variant
+        if self.family.layout.nets:
+            return 0
+        if variant not in self.sizes:
+            self.sizes[variant] = self.family.member(self.family.at(variant).whole).count
+        return self.sizes[variant]
 
     def runs(self, reached: Submodel, planned: Submodel) -> Iterator[tuple[str, int, int]]:
         """Yield the axis, start and stop of all runs of positions that arrived.

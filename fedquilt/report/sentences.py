@@ -205,11 +205,11 @@ def of_fleet(rows: Sequence[Row]) -> str:
     total = sum(row["clients"] for row in rows)
     if not total:
         return "The fleet has no clients."
-    most = max(rows, key=lambda row: row["clients"])
-    return (
-        f"{most['clients']:,} of {plural(total, 'client')} ({most['clients'] / total:.0%}) have "
-        f"the budget {most['budget']}, the most common of {len(rows)}."
-    )
+    most = max(row["clients"] for row in rows)
+    names = [row["budget"] for row in rows if row["clients"] == most]
+    if len(names) > 1:
+        return f"{plural(total, 'client')}: {most:,} each have {' and '.join(names)}, the most."
+    return f"{most:,} of {plural(total, 'client')} ({most / total:.0%}) have {names[0]}, the most."
 
 
 def of_samples(counts: Sequence[int], classes: Sequence[int]) -> str:
@@ -221,10 +221,16 @@ def of_samples(counts: Sequence[int], classes: Sequence[int]) -> str:
     """
     if not counts:
         return "No client has samples."
-    return (
-        f"Clients have between {min(counts):,} and {max(counts):,} samples, of between "
-        f"{min(classes)} and {max(classes)} classes."
-    )
+    return f"A client has {_range(counts, 'sample')} of {_range(classes, 'class')}."
+
+
+def _range(counts: Sequence[int], noun: str) -> str:
+    """Return the smallest and the largest of some counts, such as "3 to 5 samples"."""
+    least, most = min(counts), max(counts)
+    plural_noun = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    if least == most:
+        return f"{least:,} {noun if least == 1 else plural_noun}"
+    return f"{least:,} to {most:,} {plural_noun}"
 
 
 def of_robustness(rows: Sequence[Row], percent: bool) -> str:
@@ -251,7 +257,7 @@ def of_robustness(rows: Sequence[Row], percent: bool) -> str:
 
 
 def of_growth(rows: Iterable[Row]) -> str:
-    """Say how the widest net that is trained grows.
+    """Say how often and how much the whole model grows.
 
     Args:
         rows: Rows with `first` round and `params`, in order.
@@ -261,9 +267,9 @@ def of_growth(rows: Iterable[Row]) -> str:
         return "No net was trained."
     steps = sum(1 for old, new in pairwise(sizes) if old != new)
     if not steps:
-        return f"The widest net has {amount(sizes[0])} parameters in all rounds."
+        return f"The whole model has {amount(sizes[0])} parameters in all rounds."
     return (
-        f"The widest net that is trained changes its size {plural(steps, 'time')}, from "
+        f"The whole model changes its size {plural(steps, 'time')}, from "
         f"{amount(sizes[0])} to {amount(sizes[-1])} parameters."
     )
 

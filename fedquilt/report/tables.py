@@ -104,11 +104,17 @@ def spread_rows(rows: Iterable[Row]) -> list[Row]:
     return sorted(spreads, key=lambda row: row["round"])
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def _mean(values: Iterable[float | None], count: int = 0) -> float | None:
+    """Return the mean of some numbers. None: there are none, or one of them is None.
+
+    Args:
+        values: The numbers.
+        count: Number by which their sum is divided. 0: as many as there are.
+    """
     numbers = list(values)
     if not numbers or None in numbers:
         return None
-    return number(sum(value for value in numbers if value is not None) / len(numbers))
+    return number(sum(value for value in numbers if value is not None) / (count or len(numbers)))
 
 
 def participation_rows(records: Sequence[Record]) -> list[Row]:
@@ -128,7 +134,7 @@ def participation_rows(records: Sequence[Record]) -> list[Row]:
                     "first": records[start].round,
                     "last": records[stop - 1].round,
                     "fate": fate,
-                    "clients": number(total / (stop - start)),
+                    "clients": _mean([number(total)], stop - start),
                 }
             )
     return rows
