@@ -128,20 +128,24 @@ def watched(folder: Path, rounds: int, watchers: int) -> float:
     observer = threading.Thread(target=observe)
     server = subprocess.Popen([*WATCH, str(folder)], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
-    port = int(server.stdout.readline().split("/")[2].rpartition(":")[2])
-    readers = [Watcher(port, index == 0) for index in range(watchers)]
-    begun = time.time()
-    observer.start()
-    seconds = finish(process, folder)
-    last = time.time()
-    time.sleep(SETTLE_SECONDS)
-    ended.set()
-    observer.join()
-    events, contents = readers[0].events[1:], readers[0].contents[1:]
-    server.send_signal(signal.SIGINT)
-    server.wait(TIMEOUT_SECONDS)
-    for reader in readers:
-        reader.close()
+    readers: list[Watcher] = []
+    try:
+        port = int(server.stdout.readline().split("/")[2].rpartition(":")[2])
+        readers += [Watcher(port, index == 0) for index in range(watchers)]
+        begun = time.time()
+        observer.start()
+        seconds = finish(process, folder)
+        last = time.time()
+        time.sleep(SETTLE_SECONDS)
+        ended.set()
+        observer.join()
+        events, contents = readers[0].events[1:], readers[0].contents[1:]
+    finally:
+        ended.set()
+        server.send_signal(signal.SIGINT)
+        server.wait(TIMEOUT_SECONDS)
+        for reader in readers:
+            reader.close()
     writes = [at for at in written.values() if begun < at <= last]
     print(f"{watchers} watchers, {len(writes)} records, {len(events)} events")
     for name, times in (("event", events), ("content", contents)):
