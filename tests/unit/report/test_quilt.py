@@ -45,7 +45,7 @@ def test_the_quilt_of_heterofl_is_a_prefix(prepared):
     quilt = quilt_of(prepared(fq.methods.HeteroFL()), records())
     (axis,) = quilt.axes
     half = set(range(axis.size // 2))
-    assert trained(quilt, axis.name) == {round: half for round in range(1, ROUNDS + 1)}
+    assert trained(quilt, axis.name) == dict.fromkeys(range(1, ROUNDS + 1), half)
 
 
 def test_the_quilt_of_fedrolex_is_a_diagonal_that_wraps(prepared):
