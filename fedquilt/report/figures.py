@@ -163,7 +163,9 @@ def quilt_figure(quilt: Quilt, title: str = "Trained positions") -> Figure:
     times = quilt.times(name)
     notes = []
     if any(axis.size > MAX_ROWS for axis in quilt.axes):
-        notes.append(f"Axes with more than {MAX_ROWS} positions are drawn in {MAX_ROWS} parts.")
+        notes.append(
+            f"A column with more than {MAX_ROWS} different parts is drawn in {MAX_ROWS} equal ones."
+        )
     if quilt.is_binned:
         notes.append(f"All rounds are drawn in {MAX_COLUMNS} columns of several rounds each.")
     return Figure(

@@ -50,6 +50,10 @@ window.fedquilt = (() => {
     const result = await vegaEmbed(element, { ...fitted, datasets }, { actions: false, config,
       renderer: "svg", tooltip: { theme: "custom" } });
     if (old) old.finalize();
+    // The element around the drawing has its text. Roles of single marks would have none.
+    for (const part of element.querySelectorAll("svg, svg [role]")) {
+      for (const name of ["role", "aria-roledescription", "aria-label"]) part.removeAttribute(name);
+    }
     views.set(figure, result);
     element.dataset.drawn = JSON.stringify(key(figure));
   }

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import numpy as np
@@ -28,7 +29,7 @@ from fedquilt.terms import Budget, Job, Server, Submodel
 
 MAX_AXES = 6  # Axes that a report offers, those with most positions
 MAX_COLUMNS = 100  # Columns of a quilt: rounds, or equal parts of all rounds
-MAX_ROWS = 64  # Rows of a quilt: positions, or equal parts of an axis
+MAX_ROWS = 64  # Cells of a column: positions with equal counts, or equal parts of an axis
 
 
 class StateReadError(ConfigError):
@@ -80,8 +81,9 @@ class Quilt:
     def cells(self, axis: str, all_rounds: bool = False) -> list[Row]:
         """Return the trained cells of an axis, as `charts.quilt` draws them.
 
-        A cell has the mean number of clients a round that trained one of its positions, and the
-        smallest budget of them.
+        Neighbouring positions with equal counts are one cell. Columns with more than `MAX_ROWS`
+        such cells are cut into equal parts instead. A cell has the mean number of clients a round
+        that trained one of its positions, and the smallest budget of them.
 
         Args:
             axis: Name of the axis.
@@ -91,10 +93,9 @@ class Quilt:
         columns = bins(len(self.rounds), MAX_COLUMNS)
         if not all_rounds:
             columns = [(index, index + 1) for index in range(len(counts))]
-        heights = bins(counts.shape[2], MAX_ROWS)
         rows: list[Row] = []
         for column, (begin, end) in zip(counts, columns, strict=True):
-            for start, stop in heights:
+            for start, stop in _parts(column):
                 by_budget = column[:, start:stop].sum(1)
                 if not by_budget.any():
                     continue
@@ -252,6 +253,20 @@ def quilt_of(run: Run, records: Sequence[Record]) -> Quilt:
                         table[axis][row, budget, start:stop] += 1
     rounds = tuple(record.round for record in known)
     return Quilt(axes, names, rounds, counts, first, planned, arrivals, params, omitted)
+
+
+def _parts(column: np.ndarray) -> list[tuple[int, int]]:
+    """Return the ranges of positions that are drawn as one cell.
+
+    Args:
+        column: (budget, position) Counts of one column.
+    """
+    size = column.shape[1]
+    changes = (column[:, 1:] != column[:, :-1]).any(0).nonzero()[0] + 1
+    if len(changes) >= MAX_ROWS:
+        return bins(size, MAX_ROWS)
+    edges = [0, *changes.tolist(), size]
+    return list(pairwise(edges))
 
 
 class _Counter:

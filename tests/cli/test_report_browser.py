@@ -16,6 +16,7 @@ CHROMIUM = Path("/usr/bin/chromium")
 ARGUMENTS = ("--headless", "--no-sandbox", "--disable-gpu")
 METHODS = ("fedavg", "heterofl", "fedrolex", "feddropout", "splitmix")
 SHORT = ["--rounds", "6", "--clients", "6", "--cohort", "3", "--epochs", "1", "--model", "mlp"]
+BUDGETS = ["--set", 'fleet.budgets={name="uniform",shares=[1.0,0.5,0.25]}']
 TIMEOUT = 60_000  # Milliseconds for one step in the browser
 # The script of the npm package axe-core, fetched by hand: npm pack axe-core
 AXE = Path(os.environ.get("AXE_CORE", "node_modules/axe-core/axe.min.js"))
@@ -59,7 +60,7 @@ def study(tmp_path_factory):
     root = tmp_path_factory.mktemp("browser")
     seeds = ["--seeds", "0", "1", "2"]
     out = root / "study"
-    command = ["compare", *METHODS, *SHORT, *seeds, "--set", "evaluation.every=2"]
+    command = ["compare", *METHODS, *SHORT, *BUDGETS, *seeds, "--set", "evaluation.every=2"]
     assert main([*command, "--out", str(out)]) == 0
     assert main(["report", str(out), "--out", str(root / "study.html")]) == 0
     run = next(out.glob("fedrolex*/seed0"))

@@ -145,9 +145,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 def test_runs_that_cannot_be_compared_are_listed(tmp_path):
     for name in ("digits", "cifar10"):
         folder = write_run(tmp_path / name, [record(1, {"1.0": 0.5})], "rounds = 1\n")
-        write_summary(
-            folder, method=name, data=name, rounds=1, metrics={"accuracy": {"1.0": 0.5}}
-        )
+        write_summary(folder, method=name, data=name, rounds=1, metrics={"accuracy": {"1.0": 0.5}})
     with pytest.raises(ConfigError, match=r"data digits: digits\s+data cifar10: cifar10"):
         collect([tmp_path / "digits", tmp_path / "cifar10"])
 
