@@ -147,6 +147,8 @@ def watched(folder: Path, rounds: int, watchers: int) -> float:
         for reader in readers:
             reader.close()
     writes = [at for at in written.values() if begun < at <= last]
+    if not writes:
+        raise SystemExit("no round ended while the page was open. Ask for more --rounds.")
     print(f"{watchers} watchers, {len(writes)} records, {len(events)} events")
     for name, times in (("event", events), ("content", contents)):
         delays = [min(after for after in times if after >= at) - at for at in writes]

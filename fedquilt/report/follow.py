@@ -18,7 +18,7 @@ from fedquilt.report.document import Content, content, document
 from fedquilt.studies.plan import STUDY_FILE
 
 POLL_SECONDS = 0.1  # Time between two looks at the files
-# Reading takes at most a fifth of the thread's time, because the run may need the same processor.
+# Reading takes at most a fifth of a processor's time, because the run may need the same one.
 REST_FACTOR = 4.0
 MAX_REST_SECONDS = 10.0  # Longest time between two looks, however long reading takes
 RETRY_SECONDS = 1.0  # Time until a report that could not be read is read again, if no file changes
@@ -77,7 +77,10 @@ class Follower:
         self._stopped = threading.Event()
         self._state = file_states(self._folders)
         self.snapshot = self._read(1)  # Errors of the request are raised at once.
-        self._cost = 0.0  # Seconds of the last look. The first one prepares the run, and is slow.
+        # Processor seconds of the last look. The first reading prepares the run, and does not count.
+        self._cost = 0.0
+            0.0  # Processor seconds of the last look. The first one prepares the run, and is slow.
+        )
         self.problem = ""  # Why the newest files cannot be shown. Empty: they are shown.
         self._retry_at, self._retry_seconds = 0.0, RETRY_SECONDS
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
@@ -105,9 +108,10 @@ class Follower:
         while not self._stopped.wait(
             min(max(POLL_SECONDS, REST_FACTOR * self._cost), MAX_REST_SECONDS)
         ):
-            began = time.monotonic()
-            self._look(began)
-            self._cost = time.monotonic() - began
+            # Seconds of the processor and not of the wall, which are longer beside a busy run.
+            began = time.thread_time()
+            self._look(time.monotonic())
+            self._cost = time.thread_time() - began
 
     def _look(self, now: float) -> None:
         """Read the report if a file has changed, or if it is time to try again.
