@@ -77,10 +77,8 @@ class Follower:
         self._stopped = threading.Event()
         self._state = file_states(self._folders)
         self.snapshot = self._read(1)  # Errors of the request are raised at once.
-        # Processor seconds of the last look. The first reading prepares the run, and does not count.
+        # Processor seconds of the last look. The first reading prepares the run, and is left out.
         self._cost = 0.0
-            0.0  # Processor seconds of the last look. The first one prepares the run, and is slow.
-        )
         self.problem = ""  # Why the newest files cannot be shown. Empty: they are shown.
         self._retry_at, self._retry_seconds = 0.0, RETRY_SECONDS
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
