@@ -64,6 +64,7 @@ bench: $(READY)
 	$(BIN)/python bench/distillation.py
 	$(BIN)/python bench/supernet.py
 	$(BIN)/python bench/studies.py
+	$(BIN)/python bench/report.py
 	$(BIN)/python bench/flower.py
 	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python bench/gpu.py && $(BIN)/python bench/memory.py && $(BIN)/python bench/fedrescue.py && $(BIN)/python bench/splitmix.py; fi
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 
 _FACTORS = {
@@ -65,6 +66,7 @@ def sides(size: Sequence[int]) -> str:
 
 def _scaled(count: float) -> tuple[float, str]:
     leads = ["", "k", "M", "G", "T"]
+    count = min(count, sys.float_info.max)  # Records may hold whole numbers beyond all floats.
     while count >= 1000 and len(leads) > 1:
         count /= 1000
         leads.pop(0)

@@ -4,6 +4,8 @@ main.py       the script: arguments, errors and exit status; `COMMANDS` lists al
 run.py        `fedquilt run`
 compare.py    `fedquilt compare`
 reproduce.py  `fedquilt reproduce`
+report.py     `fedquilt report`
+watch.py      `fedquilt watch`
 export.py     `fedquilt export`
 clients.py    `fedquilt clients`
 list.py       `fedquilt list`

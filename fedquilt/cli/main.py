@@ -34,9 +34,11 @@ from fedquilt.cli.options import (
     refuse_spaces_in_grid,
 )
 from fedquilt.cli.probe import ProbeRequest
+from fedquilt.cli.report import ReportRequest
 from fedquilt.cli.reproduce import ReproduceRequest
 from fedquilt.cli.run import RunRequest
 from fedquilt.cli.supernet import SUPERNET_COMMANDS, SupernetRequest
+from fedquilt.cli.watch import WatchRequest
 from fedquilt.errors import (
     ConfigError,
     ExportError,
@@ -53,7 +55,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "run": RunRequest,
     "compare": CompareRequest,
     "reproduce": ReproduceRequest,
+    "report": ReportRequest,
     "export": ExportRequest,
+    "watch": WatchRequest,
     "clients": ClientsRequest,
     "list": ListRequest,
     "data": DataRequest,

@@ -18,6 +18,7 @@ from fedquilt.data.convert import (
 )
 from fedquilt.data.parts import Array, Parts
 from fedquilt.data.pool import Pool
+from fedquilt.display import Overview
 from fedquilt.errors import ConfigError, DataError
 
 
@@ -82,6 +83,12 @@ class FederatedData(Pool):
             )
         clients = f"partitioned among {self.num_clients:,} clients{validation}"
         return f"FederatedData({self._description()}; {clients})"
+
+    @override
+    def _overview(self) -> Overview:
+        from fedquilt.data.overview import federated_overview  # It imports this module.
+
+        return federated_overview(self, self._description())
 
     @property
     @override

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.data.convert import (
@@ -26,6 +27,7 @@ from fedquilt.data.holdout import held_out
 from fedquilt.data.partitions import Iid, Natural, Partition
 from fedquilt.data.parts import Array, Parts
 from fedquilt.data.scale import Scale
+from fedquilt.display import Overview, Readable
 from fedquilt.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ def _check_alike(train: _Set, test: _Set, name: str) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Pool:
+class Pool(Readable):
     """Training and test samples that belong to no client yet, with facts about each sample.
 
     `Pool.of` makes a pool from arrays, and data sources such as `fq.data.digits` from files.
@@ -410,6 +412,11 @@ class Pool:
 
     def __repr__(self) -> str:
         return f"Pool({self._description()})"
+
+    @override
+    def _overview(self) -> Overview:
+        public = () if self.public is None else (("public samples", f"{len(self.public):,}"),)
+        return Overview(self._description(), rows=public)
 
     def _description(self) -> str:
         """Return one line for the repr: name, sizes, shape of a sample, targets and domains."""

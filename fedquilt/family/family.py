@@ -12,8 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
 
 from fedquilt.axes import Index
+from fedquilt.display import Overview
 from fedquilt.errors import TraceError
 from fedquilt.errors.once import Once
 from fedquilt.family import probes
@@ -26,6 +28,7 @@ from fedquilt.family.member import Member
 from fedquilt.family.net import Pass
 from fedquilt.family.nets import Nets
 from fedquilt.family.origin import JoinedTracings, Tracing, as_factory, make_module, make_net
+from fedquilt.family.overview import overview_of
 from fedquilt.family.traced_model import TracedModel
 from fedquilt.family.variants import JOIN, VariantSource
 from fedquilt.terms import WHOLE, Arch, Budget, Submodel, Weights
@@ -34,7 +37,7 @@ Rounding = Literal["floor", "ceil"]  # Rounding of a share of an axis to whole c
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Family(TracedModel):
     """All networks that can be cut from one module. `fedquilt.trace` makes a family.
 
@@ -65,6 +68,10 @@ class Family(TracedModel):
         It is None for a family from a file, and for one of `seeded`, `bare` or `alone`.
         """
         return self._traced
+
+    @override
+    def _overview(self) -> Overview:
+        return overview_of(self)
 
     # --- what running the model shows ------------------------------------------------------------
 

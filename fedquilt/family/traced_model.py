@@ -8,8 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fedquilt.axes import axes_in, write
+from fedquilt.display import Overview, Readable
 from fedquilt.errors import TraceError
 from fedquilt.family.assembly import tensors_of
 from fedquilt.family.cut import Cutter
@@ -19,8 +21,18 @@ from fedquilt.family.nets import Nets
 from fedquilt.family.variants import Variants
 
 
-@dataclass(frozen=True, eq=False)
-class TracedModel:
+class AxesByWeight(dict[str, str], Readable):
+    """The dimensions of each weight as text, by its name. `print` shows it as a table."""
+
+    __repr__ = dict.__repr__
+
+    @override
+    def _overview(self) -> Overview:
+        return Overview("", rows=list(self.items()))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TracedModel(Readable):
     """A module and its axes. `Family` adds the members.
 
     Attributes:
@@ -46,9 +58,12 @@ class TracedModel:
         return self._module
 
     @property
-    def axes(self) -> dict[str, str]:
-        """Return each weight's dimensions as text: `"conv2.weight": "c2 c1 3 3"`."""
-        return {name: write(dims) for name, dims in self.layout.dims.items()}
+    def axes(self) -> AxesByWeight:
+        """Return each weight's dimensions as text: `"conv2.weight": "c2 c1 3 3"`.
+
+        It is a dictionary, which `print` and notebooks show as a table.
+        """
+        return AxesByWeight({name: write(dims) for name, dims in self.layout.dims.items()})
 
     @property
     def parts(self) -> Mapping[str, tuple[str, ...]]:

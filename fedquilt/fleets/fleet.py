@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from typing_extensions import override
 
 from fedquilt import noise
 from fedquilt.checks import missing, outside, refuse, whole
+from fedquilt.display import Overview, Readable, shortened
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.fleets.availability import AVAILABILITY, Availability, Diurnal, Presence, Trace
 from fedquilt.fleets.budgets import (
@@ -21,13 +23,14 @@ from fedquilt.fleets.budgets import (
 from fedquilt.fleets.presets import FIVE_SHARES, FLEETS, Given, Uniform
 from fedquilt.names import known
 from fedquilt.terms import Budget, Client
+from fedquilt.units import amount, size
 
 if TYPE_CHECKING:
     from fedquilt.family import Family
 
 
-@dataclass(frozen=True, eq=False)
-class Fleet:
+@dataclass(frozen=True, eq=False, repr=False)
+class Fleet(Readable):
     """All devices with their budgets, and the number of clients that take part in a round.
 
     `Fleet.of` makes a fleet from shares or budgets, and `Fleet.mixed` from portions of the clients.
@@ -69,6 +72,20 @@ class Fleet:
             index_by_kind[kind] = new_indices.setdefault(self.kinds[kind], len(new_indices))
         object.__setattr__(self, "kinds", tuple(new_indices))
         object.__setattr__(self, "which", index_by_kind[self.which])
+
+    @override
+    def _overview(self) -> Overview:
+        title = f"{self.num_clients:,} clients, {self.cohort:,} a round, "
+        title += "1 budget" if len(self.kinds) == 1 else f"{len(self.kinds):,} budgets"
+        counts = self.counts.items()
+        rows, notes = shortened(
+            [(_bounds_text(kind), f"{count:,}") for kind, count in counts], "budgets"
+        )
+        if self.dynamic:
+            notes.append("In every round, each client has the budget of a random client.")
+        if self.presence is not None:
+            notes.append(f"Clients come and go by {self.presence.name}.")
+        return Overview(title, ("budget", "clients"), rows, notes)
 
     @staticmethod
     def of(
@@ -327,6 +344,13 @@ class Devices:
         return known(
             {"diurnal": Diurnal}, self.availability, "pattern of availability or .csv file"
         )()
+
+
+def _bounds_text(budget: Budget) -> str:
+    """Return the bounds of a budget with units, such as "share 0.5, macs 28M"."""
+    shown = {"share": "{:g}".format, "memory": size}
+    bounds = budget.bounds.items()
+    return ", ".join(f"{name} {shown.get(name, amount)(value)}" for name, value in bounds)
 
 
 def _plainly(budgets: Budgets) -> Budgets | dict[str, float]:

@@ -294,8 +294,8 @@ def ever_trained(run: Run) -> dict[str, float]:
     for job in planned_jobs(run):
         if (job.round, job.client.id) in late:
             continue
-        arrived = ((submodel, job.submodel.home) for submodel in _arrived(run, job))
-        cuts_by_domain.setdefault(domain_of(run, job.client.id), {}).update(dict.fromkeys(arrived))
+        received = ((submodel, job.submodel.home) for submodel in arrived(run, job))
+        cuts_by_domain.setdefault(domain_of(run, job.client.id), {}).update(dict.fromkeys(received))
     family = run.world.family
     names = [name for name in run.server.weights if name[name.rfind("/") + 1 :] in family.trainable]
     total = sum(run.server.weights[name].numel() for name in names)
@@ -325,7 +325,7 @@ def planned_jobs(run: Run) -> Iterator[Job]:
                 yield Job(client, submodel, round)
 
 
-def _arrived(run: Run, job: Job) -> list[Submodel]:
+def arrived(run: Run, job: Job) -> list[Submodel]:
     """Return the sub-model of a job at the positions that the server received.
 
     The list has one sub-model, or none if the link lost all of it. If a client sends nothing on

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
+from typing_extensions import override
 
 from fedquilt.data.parts import Array
 from fedquilt.deploy.customizable import CustomizableModel, customizable
 from fedquilt.deploy.deploy import deployed
 from fedquilt.deploy.trained import TrainedRun
+from fedquilt.display import Overview, Readable
 from fedquilt.errors import ConfigError
 from fedquilt.errors.faults import enough_memory
 from fedquilt.family import Family
@@ -29,12 +31,16 @@ from fedquilt.runs.description import summarize
 from fedquilt.runs.folder import Folder
 from fedquilt.runs.folder_files import saved_rounds
 from fedquilt.runs.milestones import Milestone, check_target, reached
+from fedquilt.runs.overview import labels_of_run, overview_of
 from fedquilt.runs.per_client import PerClient, per_client
+from fedquilt.runs.plot import run_chart
 from fedquilt.runs.saved_state import state_after
 from fedquilt.runs.signals import undisturbed
 from fedquilt.terms import Budget, Server
 
 if TYPE_CHECKING:
+    import altair
+
     from fedquilt.data.origin import Origin
     from fedquilt.deploy.export import Exported
     from fedquilt.runs.experiment import Experiment
@@ -50,8 +56,8 @@ class RunOrigin:
     data: Origin | None  # Description of how the data was made. None: it is not known
 
 
-@dataclass
-class Run(TrainedRun):
+@dataclass(repr=False)
+class Run(Readable, TrainedRun):
     """A federation and its state after the last completed round.
 
     `fedquilt.run`, `fedquilt.prepare` and `fedquilt.load_run` return it. It can be trained further,
@@ -94,6 +100,10 @@ class Run(TrainedRun):
 
     def __post_init__(self) -> None:
         self._has_warned = False  # True once devices that cannot hold the net were reported
+
+    @override
+    def _overview(self) -> Overview:
+        return overview_of(self)
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -341,6 +351,26 @@ class Run(TrainedRun):
                 f"{self._rounds_there} can be deployed.{hint}"
             )
         return state_after(folder, round, self)
+
+    def plot(self, metric: str = "") -> altair.LayerChart:
+        """Return an Altair chart of a metric over rounds, with one line for each share.
+
+        Notebooks show it. `chart.save("run.html")` writes it, and `chart.save("run.svg")` too if
+        vl-convert-python is installed. The extra `report` has both packages.
+
+        Args:
+            metric: Name of a metric of the records, such as `accuracy/svhn`. Empty: the task's main
+                one.
+
+        Raises:
+            ConfigError: Altair is not installed, no round was evaluated, or none recorded the
+                metric.
+        """
+        task = self.world.task
+        name = metric or task.main.name
+        title = overview_of(self).title
+        is_rate = task.metric_of(name).is_rate
+        return run_chart(self.records, name, labels_of_run(self), title, is_rate)
 
     def per_client(self, clients: Sequence[int] | None = None) -> PerClient:
         """Return costs and results of clients, and the share of parameters trained by each domain.

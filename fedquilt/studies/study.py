@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from fedquilt.config.toml import Settings
 from fedquilt.config.writing import write as plain_settings
+from fedquilt.display import Overview, Readable
 from fedquilt.errors import ConfigError, RecordError, TrainingError
 from fedquilt.runs.demo import defaults
 from fedquilt.runs.experiment import Experiment
@@ -25,13 +28,16 @@ from fedquilt.storage.files import write_text
 from fedquilt.studies.entries import Entry, PlannedRun, Point
 from fedquilt.studies.execute import Grounds, Watch, execute, finished, warnings_shown_once
 from fedquilt.studies.frames import frame
+from fedquilt.studies.overview import overview_of
 from fedquilt.studies.plain_values import to_json
 from fedquilt.studies.plan import STUDY_FILE, Plan, runs_outside_a_study
+from fedquilt.studies.plot import study_chart
 from fedquilt.studies.report import comparison
 from fedquilt.studies.result import Result
 from fedquilt.studies.table import Table
 
 if TYPE_CHECKING:
+    import altair
     import pandas as pd
 
 TUNED_FILE = "tuned.json"
@@ -55,8 +61,8 @@ class Trial:
         return sum(self.figures.values()) / len(self.figures)
 
 
-@dataclass(frozen=True)
-class Study:
+@dataclass(frozen=True, repr=False)
+class Study(Readable):
     """Runs of several entries and seeds, and the tuning of their settings.
 
     Attributes:
@@ -72,6 +78,26 @@ class Study:
     chosen: Mapping[str, Point] = field(default_factory=dict)
     trials: Mapping[str, tuple[Trial, ...]] = field(default_factory=dict, repr=False)
     path: Path | None = None
+
+    @override
+    def _overview(self) -> Overview:
+        return overview_of(self)
+
+    def plot(self, metric: str = "", share: float | None = None) -> altair.LayerChart:
+        """Return an Altair chart of a metric over rounds, with one line for each entry.
+
+        Lines are means over seeds, and bands are the mean ± the sample deviation.
+
+        Args:
+            metric: Name of a metric. Empty: the task's main one.
+            share: Share of the model that was evaluated. None: the widest one that all entries
+                have.
+
+        Raises:
+            ConfigError: Altair is not installed (the extra `report` has it), no run is finished,
+                runs cannot be compared, or none has the metric or share.
+        """
+        return study_chart(self.results, metric, share)
 
     def tables(
         self, metric: str = "", target: float | None = None, baseline: str = ""

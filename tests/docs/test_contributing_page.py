@@ -203,7 +203,7 @@ def test_a_rule_lets_channels_be_cut(folder: Path) -> None:
 
 def test_a_layer_is_traced(folder: Path) -> None:
     printed = "\n".join(printed_by(folder, "gate.py"))
-    assert "'gate.excite.weight': 'conv gate.squeeze'" in printed
+    assert "gate.excite.weight   conv gate.squeeze\n" in printed
     assert "(conv): Conv2d(1, 4" in printed
 
 

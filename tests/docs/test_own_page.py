@@ -84,6 +84,8 @@ def test_the_axes_are_those_the_page_shows(mine):
     shown = re.findall(r"^(\w+\.weight) {2,}(\w+(?: \w+)*)", PAGE, re.MULTILINE)
     assert len(shown) == 4
     assert {name: axes[name] for name, _ in shown} == dict(shown)
+    printed = dict(line.split("  ", 1) for line in str(axes).splitlines())
+    assert {name: printed[name].strip() for name, _ in shown} == dict(shown)
 
 
 def test_the_error_is_the_one_the_page_shows(mine):

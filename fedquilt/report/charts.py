@@ -1,0 +1,326 @@
+"""Charts from plain rows. Each function returns an Altair chart with its rows inside.
+
+Colours are those of Okabe and Ito, and viridis, which colour-blind people can tell apart. Lines and
+points also differ in their shape. Columns have fixed names, so that names in the data never become
+part of an expression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import altair as alt
+
+from fedquilt.report.thinning import Row, plain
+
+# Okabe and Ito 2008. Black is left out, because it cannot be seen on a dark page.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C8C8C", "#B8A800")
+GREY = "#8C8C8C"
+WIDTH = 640
+HEIGHT = 300
+TITLES = {"entry": "method"}  # Titles of columns in legends, where they differ
+
+
+def _chart(rows: Sequence[Row], title: str = "") -> alt.Chart:
+    chart: alt.Chart = alt.Chart(alt.Data(values=plain(rows)), width=WIDTH, height=HEIGHT)
+    return chart.properties(title=title) if title else chart
+
+
+def _value(metric: str, percent: bool, field: str = "value") -> Any:
+    """Return the vertical position for a metric, which need not begin at zero."""
+    axis = alt.Axis(format=".0%") if percent else alt.Axis(format="~g")
+    return alt.Y(f"{field}:Q", title=metric, axis=axis, scale=alt.Scale(zero=False))
+
+
+def _colour(field: str, names: Sequence[Any], title: str) -> Any:
+    colours = [COLOURS[index % len(COLOURS)] for index in range(len(names))]
+    return alt.Color(
+        f"{field}:N",
+        legend=alt.Legend(title=title, symbolOpacity=1),  # That of a band would be pale.
+        scale=alt.Scale(domain=list(names), range=colours),
+        sort=None,
+    )
+
+
+def _share_shape(rows: Sequence[Row]) -> Any:
+    """Return a shape for every share, with a legend that is visible on light and dark pages."""
+    return alt.Shape(
+        "share:N",
+        legend=alt.Legend(title="share", symbolFillColor=GREY, symbolStrokeColor=GREY),
+        scale=alt.Scale(domain=_names(rows, "share")),
+        sort=None,
+    )
+
+
+def _names(rows: Sequence[Row], field: str) -> list[Any]:
+    return list(dict.fromkeys(row[field] for row in rows))
+
+
+def curves(
+    rows: Sequence[Row],
+    metric: str,
+    x: str = "round",
+    x_title: str = "round",
+    series: str = "share",
+    percent: bool = True,
+) -> alt.LayerChart:
+    """Return curves of a metric, one for each series, with a band where rows have `low` and `high`.
+
+    Args:
+        rows: Points with `value`, the columns `x` and `series`, and maybe `low` and `high`.
+        metric: Name of the metric, for the axis.
+        x: Column on the horizontal axis.
+        x_title: Title of that axis.
+        series: Column that tells curves apart.
+        percent: True if the metric is a rate.
+    """
+    names = _names(rows, series)
+    title = TITLES.get(series, series)
+    axis = alt.Axis(format="~s")
+    if x == "round":
+        axis = alt.Axis(format="~d", tickMinStep=1)
+    base = _chart(rows).encode(
+        x=alt.X(f"{x}:Q", title=x_title, axis=axis, scale=alt.Scale(zero=False)),
+        color=_colour(series, names, title),
+    )
+    shown = alt.Tooltip("value:Q", format=".2%" if percent else ".4g", title=metric)
+    lines = base.mark_line(point=False, strokeWidth=2).encode(y=_value(metric, percent))
+    points = base.mark_point(size=40, filled=True, opacity=1).encode(
+        y=_value(metric, percent),
+        shape=alt.Shape(f"{series}:N", title=title, scale=alt.Scale(domain=names), sort=None),
+        tooltip=[f"{series}:N", alt.Tooltip(f"{x}:Q", title=x_title), shown],
+    )
+    layers = [lines, points]
+    if any("low" in row and row["low"] != row["high"] for row in rows):
+        band = base.mark_area(opacity=0.18).encode(
+            y=_value(metric, percent, "low"), y2=alt.Y2("high:Q")
+        )
+        layers.insert(0, band)
+    return alt.layer(*layers)
+
+
+def quilt(
+    rows: Sequence[Row], axis: str, colour: str = "times", classes: Sequence[str] = ()
+) -> alt.Chart:
+    """Return a quilt: the positions of an axis that each round trained.
+
+    Args:
+        rows: Cells with `first` and `last` round, `start` and `stop` position, `times` (mean number
+            of clients a round that trained it) and `smallest` (the smallest budget of these).
+        axis: Name of the axis, for the title.
+        colour: `times` or `smallest`.
+        classes: Budgets from the smallest on, for the legend of `smallest`.
+    """
+    if colour == "times":
+        shade = alt.Color(
+            "times:Q",
+            title="clients a round",
+            scale=alt.Scale(scheme="viridis", domainMin=0),
+        )
+    else:
+        shade = _colour("smallest", list(classes) or _names(rows, "smallest"), "smallest budget")
+    return (
+        _chart(rows)
+        .transform_calculate(before="datum.first - 0.5", after="datum.last + 0.5")
+        .mark_rect(strokeWidth=0)
+        .encode(
+            x=_rounds("before"),
+            x2="after:Q",
+            y=alt.Y(
+                "start:Q",
+                title=f"position on axis {axis}",
+                scale=alt.Scale(reverse=True, nice=False),
+                axis=alt.Axis(grid=False, tickMinStep=1),
+            ),
+            y2="stop:Q",
+            color=shade,
+            tooltip=["first:Q", "last:Q", "start:Q", "stop:Q", "times:Q", "smallest:N"],
+        )
+    )
+
+
+def fleet(rows: Sequence[Row]) -> alt.Chart:
+    """Return bars of the number of clients by budget, from rows with `budget` and `clients`."""
+    return (
+        _chart(rows)
+        .mark_bar()
+        .encode(
+            x=alt.X("clients:Q", title="clients", axis=alt.Axis(tickMinStep=1)),
+            y=alt.Y("budget:N", title="budget", sort=None),
+            color=alt.value(COLOURS[0]),
+            tooltip=["budget:N", "clients:Q"],
+        )
+        .properties(height=max(60, 28 * len(rows)))
+    )
+
+
+def samples(rows: Sequence[Row]) -> alt.Chart:
+    """Return the samples of clients by class, from rows with `client`, `label` and `samples`."""
+    return (
+        _chart(rows)
+        .mark_rect()
+        .encode(
+            x=alt.X("client:O", title="client", axis=alt.Axis(labelOverlap=True, labelAngle=0)),
+            y=alt.Y("label:N", title="class", sort=None),
+            color=alt.Color("samples:Q", title="samples", scale=alt.Scale(scheme="viridis")),
+            tooltip=["client:O", "label:N", "samples:Q"],
+        )
+    )
+
+
+def participation(rows: Sequence[Row]) -> alt.Chart:
+    """Return stacked bars of clients a round by what became of them.
+
+    Args:
+        rows: Rows with `first`, `last`, `fate` and `clients`, as `tables.participation_rows`.
+    """
+    return _bars_by_round(rows, "clients", "clients a round", "fate")
+
+
+def lost(rows: Sequence[Row]) -> alt.Chart:
+    """Return the part of all planned positions that the link lost, by round.
+
+    Args:
+        rows: Rows with `first`, `last` and `lost`, a share in [0, 1].
+    """
+    return _bars_by_round(rows, "lost", "part of positions lost", "")
+
+
+def costs(rows: Sequence[Row], title: str) -> alt.Chart:
+    """Return bars of mean costs a round.
+
+    Args:
+        rows: Rows with `first`, `last`, `cost` and `amount`, all with the same unit.
+        title: Title of the vertical axis.
+    """
+    return _bars_by_round(rows, "amount", f"{title} a round", "cost")
+
+
+def _bars_by_round(
+    rows: Sequence[Row], field: str, title: str, colour: str, stacked: bool = True
+) -> alt.Chart:
+    """Return bars by round, one series for each value of the column `colour`.
+
+    Args:
+        rows: Rows with `first` and `last` round and the field.
+        field: Column of the numbers.
+        title: Title of the vertical axis.
+        colour: Column that tells series apart. Empty: there is one.
+        stacked: True: series are on top of each other. False: each begins at zero.
+    """
+    chart = _chart(rows).transform_calculate(before="datum.first - 0.5", after="datum.last + 0.5")
+    if stacked:
+        chart = chart.transform_stack(stack=field, as_=["low", "high"], groupby=["first"])
+    else:
+        chart = chart.transform_calculate(low="0", high=f"datum.{field}")
+    percent = alt.Axis(format="%") if field == "lost" else alt.Axis(format="~s")
+    shown = ["first:Q", "last:Q", f"{field}:Q"]
+    names = _names(rows, colour) if colour else []
+    return chart.mark_rect(opacity=1.0 if stacked else 0.7).encode(
+        x=_rounds("before"),
+        x2="after:Q",
+        y=alt.Y("low:Q", title=title, axis=percent, scale=alt.Scale(zero=True)),
+        y2="high:Q",
+        color=_colour(colour, names, TITLES.get(colour, colour))
+        if colour
+        else alt.value(COLOURS[0]),
+        tooltip=[*shown, f"{colour}:N"] if colour else shown,
+    )
+
+
+def _rounds(field: str) -> alt.X:
+    """Return a horizontal position for rounds, with ticks at whole numbers."""
+    return alt.X(
+        f"{field}:Q",
+        title="round",
+        scale=alt.Scale(zero=False, nice=False),
+        axis=alt.Axis(grid=False, tickMinStep=1, format="~d"),
+    )
+
+
+def pareto(
+    rows: Sequence[Row], metric: str, cost_title: str, percent: bool = True
+) -> alt.LayerChart:
+    """Return a metric against a cost, with the Pareto front as a line.
+
+    Args:
+        rows: Points with `entry`, `share`, `value`, `cost` and `front`, as `tables.pareto_rows`.
+        metric: Name of the metric.
+        cost_title: Title of the horizontal axis.
+        percent: True if the metric is a rate.
+    """
+    x = alt.X("cost:Q", title=cost_title, axis=alt.Axis(format="~s"), scale=alt.Scale(zero=False))
+    front = (
+        _chart(rows)
+        .transform_filter("datum.front")
+        .mark_line(color=GREY, strokeDash=[4, 3], interpolate="step-after")
+        .encode(x=x, y=_value(metric, percent), order="cost:Q")
+    )
+    points = (
+        _chart(rows)
+        .mark_point(size=90, filled=True, opacity=1)
+        .encode(
+            x=x,
+            y=_value(metric, percent),
+            color=_colour("entry", _names(rows, "entry"), "method"),
+            shape=_share_shape(rows),
+            strokeWidth=alt.condition("datum.front", alt.value(2), alt.value(0)),
+            stroke=alt.value(GREY),
+            tooltip=["entry:N", "share:N", "value:Q", "cost:Q", "front:N", "seeds:Q"],
+        )
+    )
+    return alt.layer(front, points)
+
+
+def robustness(rows: Sequence[Row], percent: bool = True) -> alt.Chart:
+    """Return robust against standard figures, from rows as `tables.robust_rows` returns them.
+
+    Args:
+        rows: Points with `entry`, `share`, `standard` and `robust`.
+        percent: True if the figures are rates.
+    """
+    axis = alt.Axis(format=".0%") if percent else alt.Axis(format="~g")
+    return (
+        _chart(rows)
+        .mark_point(size=90, filled=True, opacity=1)
+        .encode(
+            x=alt.X("standard:Q", title="standard", axis=axis, scale=alt.Scale(zero=False)),
+            y=alt.Y("robust:Q", title="robust", axis=axis, scale=alt.Scale(zero=False)),
+            color=_colour("entry", _names(rows, "entry"), "method"),
+            shape=_share_shape(rows),
+            tooltip=["entry:N", "share:N", "standard:Q", "robust:Q"],
+        )
+    )
+
+
+def bars(
+    rows: Sequence[Row], metric: str, series: str = "entry", percent: bool = True
+) -> alt.Chart:
+    """Return grouped bars of a metric by share, with one bar for each series.
+
+    Args:
+        rows: Rows with `share`, `value` and the column `series`.
+        metric: Name of the metric.
+        series: Column that tells bars apart.
+        percent: True if the metric is a rate.
+    """
+    axis = alt.Axis(format=".0%") if percent else alt.Axis(format="~g")
+    names = _names(rows, series)
+    return (
+        _chart(rows)
+        .mark_bar()
+        .encode(
+            x=alt.X("share:N", title="share", sort=None, axis=alt.Axis(labelAngle=0)),
+            xOffset=alt.XOffset(f"{series}:N", sort=None, scale=alt.Scale(domain=names)),
+            y=alt.Y("value:Q", title=metric, axis=axis),
+            color=_colour(series, names, TITLES.get(series, series)),
+            tooltip=["share:N", f"{series}:N", "value:Q"],
+        )
+    )
+
+
+def growth(rows: Sequence[Row]) -> alt.Chart:
+    """Return the size of a growing model over rounds, from rows with `first`, `last` and `params`."""
+    colour = "entry" if any("entry" in row for row in rows) else ""
+    return _bars_by_round(rows, "params", "parameters of the model", colour, stacked=False)
