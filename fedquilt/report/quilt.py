@@ -279,7 +279,7 @@ def _changes(column: np.ndarray) -> list[int]:
     Args:
         column: (budget, position) Counts of one column.
     """
-    positions: list[int] = (column[:, 1:] != column[:, :-1]).any(0).nonzero()[0] + 1
+    positions = (column[:, 1:] != column[:, :-1]).any(0).nonzero()[0] + 1
     return [int(position) for position in positions]
 
 
