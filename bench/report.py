@@ -1,6 +1,7 @@
 """Seconds to read a long run and to write its report, and the size of the page.
 
-    python bench/report.py [--rounds 5000] [--clients 200] [--cohort 20] [--browser /usr/bin/chromium]
+    python bench/report.py [--rounds 5000] [--clients 200] [--cohort 20]
+        [--browser /usr/bin/chromium]
 
 The folder has the settings of a run of FedRolex on digits, and records that the project's own
 writer of lines has written. Nothing is trained. With a browser that is installed, the time until

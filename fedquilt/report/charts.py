@@ -321,6 +321,6 @@ def bars(
 
 
 def growth(rows: Sequence[Row]) -> alt.Chart:
-    """Return the size of a growing model over rounds, from rows with `first`, `last` and `params`."""
+    """Return the size of a growing model by round, from `first`, `last` and `params` of rows."""
     colour = "entry" if any("entry" in row for row in rows) else ""
     return _bars_by_round(rows, "params", "parameters of the model", colour, stacked=False)

@@ -33,7 +33,7 @@ _POLICY = (
 
 @dataclass(frozen=True)
 class Content:
-    """What a page shows: the text between its header and its end, and its charts.
+    """The text and the charts of a page, without the scripts that every page has.
 
     Attributes:
         title: Title of the page.

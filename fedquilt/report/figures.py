@@ -162,7 +162,7 @@ def quilt_figure(quilt: Quilt, title: str = "Trained positions") -> Figure:
     name = quilt.axes[0].name
     times = quilt.times(name)
     notes = []
-    if any(axis.size > MAX_ROWS for axis in quilt.axes):
+    if any(quilt.has_equal_parts(axis.name) for axis in quilt.axes):
         notes.append(
             f"A column with more than {MAX_ROWS} different parts is drawn in {MAX_ROWS} equal ones."
         )

@@ -73,6 +73,11 @@ class Quilt:
         totals: list[int] = self.counts[axis].sum((0, 1)).tolist()
         return totals
 
+    def has_equal_parts(self, axis: str) -> bool:
+        """Return True if some column of an axis has too many different cells to draw all."""
+        tables = self.counts[axis], self.first[axis]
+        return any(len(_changes(column)) >= MAX_ROWS for table in tables for column in table)
+
     @property
     def is_binned(self) -> bool:
         """Return True if a column of the quilt of all rounds has several rounds."""
@@ -262,11 +267,20 @@ def _parts(column: np.ndarray) -> list[tuple[int, int]]:
         column: (budget, position) Counts of one column.
     """
     size = column.shape[1]
-    changes = (column[:, 1:] != column[:, :-1]).any(0).nonzero()[0] + 1
+    changes = _changes(column)
     if len(changes) >= MAX_ROWS:
         return bins(size, MAX_ROWS)
-    edges = [0, *changes.tolist(), size]
-    return list(pairwise(edges))
+    return list(pairwise([0, *changes, size]))
+
+
+def _changes(column: np.ndarray) -> list[int]:
+    """Return the positions whose counts differ from those of the position before.
+
+    Args:
+        column: (budget, position) Counts of one column.
+    """
+    positions = (column[:, 1:] != column[:, :-1]).any(0).nonzero()[0] + 1
+    return [int(position) for position in positions]
 
 
 class _Counter:

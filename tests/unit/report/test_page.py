@@ -133,7 +133,7 @@ def test_a_live_page_may_ask_its_own_server_alone(tmp_path):
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="there is no such folder"):
         collect([tmp_path / "none"])
-    with pytest.raises(ConfigError, match="there is no run in it. Name the folder"):
+    with pytest.raises(ConfigError, match=r"there is no run in it\. Name the folder"):
         collect([tmp_path])
     write_run(tmp_path / "below", [record(1)], "rounds = 1\n")
     with pytest.raises(ConfigError, match="in folders below it: below"):
@@ -152,7 +152,7 @@ def test_runs_that_cannot_be_compared_are_listed(tmp_path):
 
 def test_a_metric_that_nobody_recorded_is_refused(tmp_path):
     folder = write_run(tmp_path / "run", [record(1, {"1.0": 0.5})], "rounds = 1\n")
-    with pytest.raises(ConfigError, match="'acuracy' was asked for; no run has recorded it.*accu"):
+    with pytest.raises(ConfigError, match=r"'acuracy' was asked for; no run has recorded it.*accu"):
         collect([folder], "acuracy")
 
 
