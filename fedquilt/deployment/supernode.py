@@ -25,6 +25,9 @@ WATCH_SECONDS = 1.0  # Time between two looks at the processes
 RESTART_SECONDS = 5.0  # Time before a process is started again
 MAX_RESTART_SECONDS = 60.0
 REFUSED_WAIT_SECONDS = 10.0  # Time before a key is tried again that was not accepted
+# Time without any step after which a SuperNode is started again. A TLS handshake that is not
+# answered, such as that of a suspended server, ends its loop, while its process lives on.
+STUCK_SECONDS = 75.0
 STABLE_SECONDS = 120.0  # A process that ran for so long is restarted without a longer wait.
 # What a SuperNode prints. A log that is longer than what is read ends with messages.
 _STARTS = "Starting Flower SuperNode"
@@ -82,6 +85,8 @@ class SuperNode:
         self._due: dict[str, float] = {}  # When a process is started again, by its name
         self._begun: dict[str, float] = {}  # When a process was started last
         self._waits: dict[str, float] = {}  # How long the last wait was
+        self._steps: int | None = None  # Times that the SuperNode's main thread has slept
+        self._moved = time.monotonic()  # When that number was another one
 
     def __enter__(self) -> SuperNode:
         try:
@@ -117,6 +122,11 @@ class SuperNode:
     def watch(self) -> None:
         """Start processes again that have ended. A wait between two starts grows up to a minute."""
         now = time.monotonic()
+        if self._is_stuck(now):
+            _log.warning(
+                "the SuperNode has done nothing for %.0f s and is started again.", STUCK_SECONDS
+            )
+            self.node.stop()
         for process in self.processes:
             name = process.name
             if process.is_running:
@@ -140,3 +150,32 @@ class SuperNode:
                 del self._due[name]
                 process.start()
                 self._begun[name] = now
+
+    def _is_stuck(self, now: float) -> bool:
+        """Return True if the SuperNode runs, and its main thread has not slept for a long time.
+
+        A SuperNode polls every 3 s. It sleeps between two polls, while it waits for a reply, and
+        between two tries to reach the server.
+
+        Args:
+            now: Time of the monotonic clock.
+        """
+        process = self.node.process
+        steps = num_sleeps(process.pid) if process is not None and self.node.is_running else None
+        if steps is None or steps != self._steps:
+            self._steps, self._moved = steps, now
+        return now - self._moved > STUCK_SECONDS
+
+
+def num_sleeps(process: int) -> int | None:
+    """Return how often the main thread of a process has slept. None: the system does not say it.
+
+    Args:
+        process: Id of the process.
+    """
+    try:
+        lines = Path(f"/proc/{process}/task/{process}/status").read_text().splitlines()
+    except OSError:
+        return None
+    counts = [line for line in lines if line.startswith("voluntary_ctxt_switches")]
+    return int(counts[0].split()[1]) if counts else None

@@ -1,0 +1,53 @@
+"""Processes of a device that has joined: what is started again, and when."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+
+from fedquilt.deployment import supernode
+from fedquilt.deployment.host import DeviceSettings
+from fedquilt.deployment.processes import Process
+from fedquilt.deployment.supernode import SuperNode, num_sleeps
+from fedquilt.terms import Budget
+
+pytest.importorskip("flwr")
+LISTENS = "import socket, threading, time; s = socket.create_server(('127.0.0.1', {port}));"
+# Flower's loop ends if a TLS handshake is not answered. Its process then waits for its threads.
+STUCK = LISTENS + " threading.Event().wait()"
+POLLS = LISTENS + "\nwhile True: time.sleep(0.05)"
+
+
+def watched(tmp_path, monkeypatch, code: str, seconds: float) -> SuperNode:
+    """Watch a SuperNode that is replaced by some code, for so long."""
+    monkeypatch.setattr(supernode, "STUCK_SECONDS", 1.0)
+    monkeypatch.setattr(supernode, "RESTART_SECONDS", 0.2)
+    settings = DeviceSettings("phone", "unused", Budget(share=0.5), tmp_path)
+    node = SuperNode(settings, "127.0.0.1:1", isolation="subprocess")
+    command = [sys.executable, "-c", code.format(port=node.port)]
+    node.node = Process("the SuperNode", command, dict(os.environ), tmp_path / "node.log")
+    node.processes = [node.node]
+    end = time.monotonic() + seconds
+    with node:
+        while time.monotonic() < end and node.node.starts < 2:
+            node.watch()
+            time.sleep(0.05)
+    return node
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the system has no /proc")
+def test_a_supernode_that_does_nothing_is_started_again(tmp_path, monkeypatch, caplog):
+    node = watched(tmp_path, monkeypatch, STUCK, seconds=20)
+    assert node.node.starts == 2
+    assert "the SuperNode has done nothing for 1 s" in caplog.text
+
+
+def test_a_supernode_that_polls_is_left_alone(tmp_path, monkeypatch):
+    assert watched(tmp_path, monkeypatch, POLLS, seconds=3).node.starts == 1
+
+
+def test_a_process_that_does_not_exist_has_no_number_of_sleeps():
+    assert num_sleeps(2**31 - 1) is None
