@@ -28,12 +28,17 @@ REFUSED_WAIT_SECONDS = 10.0  # Time before a key is tried again that was not acc
 # Time without any step after which a SuperNode is started again. A TLS handshake that is not
 # answered, such as that of a suspended server, ends its loop, while its process lives on.
 STUCK_SECONDS = 75.0
+# Time after which a SuperNode is started again that has sent a reply to an earlier message in place
+# of the last one. It would send every further reply one message late.
+BEHIND_SECONDS = 10.0
 STABLE_SECONDS = 120.0  # A process that ran for so long is restarted without a longer wait.
 # What a SuperNode prints. A log that is longer than what is read ends with messages.
 _STARTS = "Starting Flower SuperNode"
 _ACTIVE = "SuperNode ID:"
 _RECEIVES = "Receiving:"
 _REFUSED = "Failed to activate SuperNode"
+_RECEIVED = "Received successfully"
+_SENDS = "Sending:"
 
 Isolation = Literal["process", "subprocess"]
 
@@ -87,6 +92,7 @@ class SuperNode:
         self._waits: dict[str, float] = {}  # How long the last wait was
         self._steps: int | None = None  # Times that the SuperNode's main thread has slept
         self._moved = time.monotonic()  # When that number was another one
+        self._behind_since: float | None = None  # When a reply was left. None: none is left
 
     def __enter__(self) -> SuperNode:
         try:
@@ -127,6 +133,11 @@ class SuperNode:
                 "the SuperNode has done nothing for %.0f s and is started again.", STUCK_SECONDS
             )
             self.node.stop()
+        if self._is_behind(now):
+            _log.warning(
+                "the SuperNode has kept a reply for %.0f s and is started again.", BEHIND_SECONDS
+            )
+            self.node.stop()
         for process in self.processes:
             name = process.name
             if process.is_running:
@@ -165,6 +176,34 @@ class SuperNode:
         if steps is None or steps != self._steps:
             self._steps, self._moved = steps, now
         return now - self._moved > STUCK_SECONDS
+
+    def _is_behind(self, now: float) -> bool:
+        """Return True if the SuperNode has kept a reply for a long time that it should have sent.
+
+        After each message it sends what replies there are, and then waits for the next message. If
+        that was the reply to an earlier message, the reply to the last one stays until then.
+
+        Args:
+            now: Time of the monotonic clock.
+        """
+        if not (self.node.is_running and has_kept_a_reply(self.node.tail)):
+            self._behind_since = None
+        elif self._behind_since is None:
+            self._behind_since = now
+        return self._behind_since is not None and now - self._behind_since > BEHIND_SECONDS
+
+
+def has_kept_a_reply(log: str) -> bool:
+    """Return True if a SuperNode has sent a reply since its last message, and not as many in all.
+
+    A log that does not have the SuperNode's start says nothing, because messages are missing.
+
+    Args:
+        log: The end of the SuperNode's log.
+    """
+    _, start, words = log.rpartition(_STARTS)
+    last = words.rpartition(_RECEIVED)[2]
+    return bool(start) and _SENDS in last and words.count(_RECEIVED) > words.count(_SENDS)
 
 
 def num_sleeps(process: int) -> int | None:

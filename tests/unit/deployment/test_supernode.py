@@ -11,7 +11,7 @@ import pytest
 from fedquilt.deployment import supernode
 from fedquilt.deployment.host import DeviceSettings
 from fedquilt.deployment.processes import Process
-from fedquilt.deployment.supernode import SuperNode, num_sleeps
+from fedquilt.deployment.supernode import SuperNode, has_kept_a_reply, num_sleeps
 from fedquilt.terms import Budget
 
 pytest.importorskip("flwr")
@@ -51,3 +51,23 @@ def test_a_supernode_that_polls_is_left_alone(tmp_path, monkeypatch):
 
 def test_a_process_that_does_not_exist_has_no_number_of_sleeps():
     assert num_sleeps(2**31 - 1) is None
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ("", False),
+        ("R", False),  # It trains.
+        ("RS", False),
+        ("RSR", False),
+        ("RRS", True),  # The reply to the first message was sent, and that to the second was kept.
+        ("RRSRS", True),
+        ("RRSS", False),
+        ("RSRRSS", False),
+    ],
+)
+def test_a_reply_that_was_kept_is_found_in_the_log(events, expected):
+    words = {"R": "Receiving: train message\nReceived successfully\n", "S": "Sending: train\nSent\n"}
+    lines = "".join(words[event] for event in events)
+    assert has_kept_a_reply("RRS Starting Flower SuperNode\n" + lines) == expected
+    assert not has_kept_a_reply(lines)
