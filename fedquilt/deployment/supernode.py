@@ -92,6 +92,7 @@ class SuperNode:
         self._waits: dict[str, float] = {}  # How long the last wait was
         self._steps: int | None = None  # Times that the SuperNode's main thread has slept
         self._moved = time.monotonic()  # When that number was another one
+        self._messages = MessageLog(self.node.log)
         self._behind_since: float | None = None  # When a reply was left. None: none is left
 
     def __enter__(self) -> SuperNode:
@@ -186,24 +187,51 @@ class SuperNode:
         Args:
             now: Time of the monotonic clock.
         """
-        if not (self.node.is_running and has_kept_a_reply(self.node.tail)):
+        self._messages.read()
+        if not (self.node.is_running and self._messages.has_kept_a_reply):
             self._behind_since = None
         elif self._behind_since is None:
             self._behind_since = now
         return self._behind_since is not None and now - self._behind_since > BEHIND_SECONDS
 
 
-def has_kept_a_reply(log: str) -> bool:
-    """Return True if a SuperNode has sent a reply since its last message, and not as many in all.
-
-    A log that does not have the SuperNode's start says nothing, because messages are missing.
+class MessageLog:
+    """Counts the messages in a SuperNode's log since its last start, as the log grows.
 
     Args:
-        log: The end of the SuperNode's log.
+        path: The log.
     """
-    _, start, words = log.rpartition(_STARTS)
-    last = words.rpartition(_RECEIVED)[2]
-    return bool(start) and _SENDS in last and words.count(_RECEIVED) > words.count(_SENDS)
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0  # Bytes that were read
+        self._received = self._sent = 0
+        self._has_just_sent = False  # True: a reply was sent after the last message
+
+    def read(self) -> None:
+        """Read what is new."""
+        try:
+            if self._path.stat().st_size < self._position:  # It was begun anew.
+                self._position = 0
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                text = file.read()
+        except OSError:
+            return
+        lines, newline, _ = text.rpartition(b"\n")
+        self._position += len(lines) + len(newline)
+        for line in lines.decode(errors="replace").splitlines():
+            if _STARTS in line:
+                self._received = self._sent = 0
+            self._received += _RECEIVED in line
+            self._sent += _SENDS in line
+            if _SENDS in line or _RECEIVED in line or _STARTS in line:
+                self._has_just_sent = _SENDS in line
+
+    @property
+    def has_kept_a_reply(self) -> bool:
+        """Return True if a reply was sent after the last message, and not as many in all."""
+        return self._has_just_sent and self._received > self._sent
 
 
 def num_sleeps(process: int) -> int | None:

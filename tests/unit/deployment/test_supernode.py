@@ -11,7 +11,7 @@ import pytest
 from fedquilt.deployment import supernode
 from fedquilt.deployment.host import DeviceSettings
 from fedquilt.deployment.processes import Process
-from fedquilt.deployment.supernode import SuperNode, has_kept_a_reply, num_sleeps
+from fedquilt.deployment.supernode import MessageLog, SuperNode, num_sleeps
 from fedquilt.terms import Budget
 
 pytest.importorskip("flwr")
@@ -66,8 +66,20 @@ def test_a_process_that_does_not_exist_has_no_number_of_sleeps():
         ("RSRRSS", False),
     ],
 )
-def test_a_reply_that_was_kept_is_found_in_the_log(events, expected):
-    words = {"R": "Receiving: train message\nReceived successfully\n", "S": "Sending: train\nSent\n"}
-    lines = "".join(words[event] for event in events)
-    assert has_kept_a_reply("RRS Starting Flower SuperNode\n" + lines) == expected
-    assert not has_kept_a_reply(lines)
+def test_a_reply_that_was_kept_is_found_in_the_log(events, expected, tmp_path):
+    words = {
+        "R": "Receiving: train message\nReceived successfully\n",
+        "S": "Sending: train message\nSent successfully\n",
+        "N": "Starting Flower SuperNode\n",
+    }
+    path = tmp_path / "supernode.log"
+    log = MessageLog(path)
+    log.read()  # There is none yet.
+    for event in "RRSN" + events:
+        with path.open("a") as file:
+            file.write(words[event])
+        log.read()
+    assert log.has_kept_a_reply == expected
+    path.write_text(words["N"])  # A log that became too large is begun anew.
+    log.read()
+    assert not log.has_kept_a_reply
