@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from contextlib import ExitStack
@@ -25,9 +26,10 @@ WATCH_SECONDS = 1.0  # Time between two looks at the processes
 RESTART_SECONDS = 5.0  # Time before a process is started again
 MAX_RESTART_SECONDS = 60.0
 REFUSED_WAIT_SECONDS = 10.0  # Time before a key is tried again that was not accepted
-# Time without any step after which a SuperNode is started again. A TLS handshake that is not
-# answered, such as that of a suspended server, ends its loop, while its process lives on.
-STUCK_SECONDS = 75.0
+# Time without any step after an error, after which a SuperNode is started again. A TLS handshake
+# that fails, such as that of a server which was just killed, ends its loop, and its process lives
+# on.
+STUCK_SECONDS = 30.0
 # Time after which a SuperNode is started again that has sent a reply to an earlier message in place
 # of the last one. It would send every further reply one message late.
 BEHIND_SECONDS = 10.0
@@ -37,6 +39,7 @@ _STARTS = "Starting Flower SuperNode"
 _ACTIVE = "SuperNode ID:"
 _RECEIVES = "Receiving:"
 _REFUSED = "Failed to activate SuperNode"
+_LEVEL = re.compile(r"^(?:\x1b\[\d+m)?(DEBUG|INFO|WARNING|ERROR)\b", re.MULTILINE)
 _RECEIVED = "Received successfully"
 _SENDS = "Sending:"
 
@@ -131,7 +134,8 @@ class SuperNode:
         now = time.monotonic()
         if self._is_stuck(now):
             _log.warning(
-                "the SuperNode has done nothing for %.0f s and is started again.", STUCK_SECONDS
+                "the SuperNode has done nothing for %.0f s after an error and is started again.",
+                STUCK_SECONDS,
             )
             self.node.stop()
         if self._is_behind(now):
@@ -164,10 +168,10 @@ class SuperNode:
                 self._begun[name] = now
 
     def _is_stuck(self, now: float) -> bool:
-        """Return True if the SuperNode runs, and its main thread has not slept for a long time.
+        """Return True if the SuperNode's loop has ended because of an error, and its process runs.
 
-        A SuperNode polls every 3 s. It sleeps between two polls, while it waits for a reply, and
-        between two tries to reach the server.
+        Its last line then is an error, and its main thread does not sleep any more. A thread that
+        polls sleeps every 3 s. One that waits for a slow upload has not printed an error.
 
         Args:
             now: Time of the monotonic clock.
@@ -176,7 +180,10 @@ class SuperNode:
         steps = num_sleeps(process.pid) if process is not None and self.node.is_running else None
         if steps is None or steps != self._steps:
             self._steps, self._moved = steps, now
-        return now - self._moved > STUCK_SECONDS
+        if now - self._moved <= STUCK_SECONDS:
+            return False
+        levels: list[str] = _LEVEL.findall(self.node.tail)
+        return levels[-1:] == ["ERROR"]
 
     def _is_behind(self, now: float) -> bool:
         """Return True if the SuperNode has kept a reply for a long time that it should have sent.

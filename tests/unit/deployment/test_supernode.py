@@ -17,7 +17,9 @@ from fedquilt.terms import Budget
 pytest.importorskip("flwr")
 LISTENS = "import socket, threading, time; s = socket.create_server(('127.0.0.1', {port}));"
 # Flower's loop ends if a TLS handshake is not answered. Its process then waits for its threads.
-STUCK = LISTENS + " threading.Event().wait()"
+PRINTS = " print('\\x1b[92mINFO \\x1b[0m: Sending'); {print} threading.Event().wait()"
+STUCK = LISTENS + PRINTS.replace("{print}", "print('\\x1b[91mERROR \\x1b[0m: _ssl.c:989\\nmore');")
+UPLOADS = LISTENS + PRINTS.replace("{print}", "")
 POLLS = LISTENS + "\nwhile True: time.sleep(0.05)"
 
 
@@ -27,7 +29,7 @@ def watched(tmp_path, monkeypatch, code: str, seconds: float) -> SuperNode:
     monkeypatch.setattr(supernode, "RESTART_SECONDS", 0.2)
     settings = DeviceSettings("phone", "unused", Budget(share=0.5), tmp_path)
     node = SuperNode(settings, "127.0.0.1:1", isolation="subprocess")
-    command = [sys.executable, "-c", code.format(port=node.port)]
+    command = [sys.executable, "-u", "-c", code.format(port=node.port)]
     node.node = Process("the SuperNode", command, dict(os.environ), tmp_path / "node.log")
     node.processes = [node.node]
     end = time.monotonic() + seconds
@@ -42,11 +44,12 @@ def watched(tmp_path, monkeypatch, code: str, seconds: float) -> SuperNode:
 def test_a_supernode_that_does_nothing_is_started_again(tmp_path, monkeypatch, caplog):
     node = watched(tmp_path, monkeypatch, STUCK, seconds=20)
     assert node.node.starts == 2
-    assert "the SuperNode has done nothing for 1 s" in caplog.text
+    assert "the SuperNode has done nothing for 1 s after an error" in caplog.text
 
 
-def test_a_supernode_that_polls_is_left_alone(tmp_path, monkeypatch):
-    assert watched(tmp_path, monkeypatch, POLLS, seconds=3).node.starts == 1
+@pytest.mark.parametrize("code", [POLLS, UPLOADS])
+def test_a_supernode_that_polls_or_uploads_is_left_alone(code, tmp_path, monkeypatch):
+    assert watched(tmp_path, monkeypatch, code, seconds=3).node.starts == 1
 
 
 def test_a_process_that_does_not_exist_has_no_number_of_sleeps():
