@@ -37,7 +37,7 @@ LOOK_SECONDS = 0.1
 SETTINGS = """
 rounds = {rounds}
 [method]
-name = "fedrolex"
+name = "{method}"
 local = {{ batch_size = 10, epochs = {epochs}, optimizer = {optimizer} }}
 [model]
 {model}
@@ -80,6 +80,7 @@ class Plan:
     # they exceed 1e-9 after two rounds of 450 steps, and with a rate of 0.01 after ten.
     optimizer: str = '{ name = "sgd", lr = 0.0005 }'
     shares: Sequence[float] = SHARES
+    method: str = "fedrolex"
     model: str = 'name = "tiny_resnet"'  # Settings of the model
     shape: tuple[int, ...] = (1, 8, 8)
     samples: int = 30  # Of each device
@@ -98,6 +99,7 @@ class Plan:
         text = SETTINGS.format(
             rounds=self.rounds,
             epochs=self.epochs,
+            method=self.method,
             optimizer=self.optimizer,
             model=self.model,
             data=folder / "server.npz",
