@@ -28,7 +28,7 @@ from fedquilt.deployment.roster import ROSTER, Roster, RosterEntry
 from fedquilt.deployment.terms import Terms
 from fedquilt.engines.flower.engine import Flower
 from fedquilt.engines.flower.evaluation import SamplesName, ServerSamples
-from fedquilt.errors import ConfigError, FedquiltError, RecordError
+from fedquilt.errors import FedquiltError, RecordError
 from fedquilt.fleets.presets import Given
 from fedquilt.names import said
 from fedquilt.round import Evaluation
