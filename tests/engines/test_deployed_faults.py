@@ -65,7 +65,9 @@ def test_strangers_cannot_fill_the_servers_memory(tmp_path):
         before = resident(link)
         context = ssl.create_default_context(cafile=str(keys.ca))
         url = f"https://localhost:{deployment.port}"
-        with httpx.Client(base_url=url, verify=context, trust_env=False, timeout=60) as client:
+        client = httpx.Client(base_url=url, verify=context, trust_env=False, timeout=60)
+        client.headers["content-type"] = "application/protobuf"
+        with client:
             path = "/v1/fleet/push-object"
             assert client.post(path, content=bytes(8 * 2**20 + 1)).status_code == 413
             for _ in range(38):  # 300 MB in bodies that are small enough
