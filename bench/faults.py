@@ -1,7 +1,7 @@
 """Faults of a deployment on this machine, and what they cost.
 
     pip install -e '.[cli,flower]'
-    python bench/faults.py [--times 5] [--only worker,link]
+    python bench/faults.py [--times 5] [--minutes 30] [--only worker,link]
     python bench/faults.py --random 50 --seed 0
 
 Three devices of shares 1, 1/2 and 1/4 train FedRolex over TLS, with node keys, in fp64. A fault
@@ -313,13 +313,23 @@ def running(folder: Path, rounds: int = 10_000, **options: object) -> Iterator[D
         yield deployment
 
 
-def live(names: list[str], times: int, say: Callable[[str], None]) -> dict[str, Result]:
-    """Let faults happen one after another in one run, and compare it with its replay."""
+def live(
+    names: list[str], times: int, minutes: float, say: Callable[[str], None]
+) -> dict[str, Result]:
+    """Let faults happen one after another in one run, and compare it with its replay.
+
+    Args:
+        names: Names of the faults.
+        times: Number of times that each happens.
+        minutes: Time after which no further fault begins.
+        say: Prints a line.
+    """
     results = {name: Result(name) for name in names}
+    end = time.monotonic() + 60 * minutes
     with workplace() as folder, running(folder) as deployment:
-        for name in [name for name in names for _ in range(times)]:
+        for name in names * times:
             result = results[name]
-            if result.skipped:
+            if result.skipped or time.monotonic() > end:
                 continue
             try:
                 suffer(deployment, name, result)
@@ -407,6 +417,7 @@ def run_random(rounds: int, seed: int, say: Callable[[str], None]) -> Result:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--times", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=1e6, help="no fault begins after these")
     parser.add_argument("--only", default="", help="parts of the names of faults, by commas")
     parser.add_argument("--random", type=int, default=0, help="rounds under random kills")
     parser.add_argument("--seed", type=int, default=0)
@@ -422,7 +433,7 @@ def main() -> None:
         return
     parts = asked.only.split(",")
     names = [name for name in FAULTS if any(part in name for part in parts)]
-    results = list(live(names, asked.times, say).values()) if names else []
+    results = list(live(names, asked.times, asked.minutes, say).values()) if names else []
     if any(part in SLOW for part in parts):
         results.append(slow_link(say))
     print(HEADER)

@@ -33,6 +33,9 @@ Hosts = Annotated[
 Code = Annotated[
     tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FILE.py:NAME", **_quiet)
 ]
+Clients = Annotated[
+    tuple[int, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="CLIENT", **_quiet)
+]
 OutPlace = Annotated[Path, tyro.conf.arg(metavar="DIR", **_quiet)]
 Needed = Annotated[str, tyro.conf.arg(metavar="NAME", **_quiet)]
 SuperLinkAddress = Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT", **_quiet)]
@@ -111,6 +114,8 @@ class ServeCommand:
     superlink: SuperLinkAddress = None
     deadline: Real = None  # seconds that devices have in a round; 600 if not given
     least: Whole = None  # devices that have to be online before a round begins; 1 if not given
+    # client of a run that is resumed, whose device is not asked any more; may be given again
+    strike_off: Clients = ()
     # samples of the server's data that are used: test samples for evaluation, training samples for
     # the calibration of norms; devices use their own for the rest; both if not given
     samples: SamplesOption = None
@@ -127,7 +132,7 @@ class ServeCommand:
         with output(self.json) as (console, stdout):
             from fedquilt.deployment.keys import KeyFolder
             from fedquilt.deployment.server import WORKPLACE
-            from fedquilt.deployment.serving import Address, begin, opened, places
+            from fedquilt.deployment.serving import Address, begin, opened, places, strike_off
             from fedquilt.runs.experiment import Experiment
             from fedquilt.runs.settings_file import read_settings
             from fedquilt.runs.summary_file import read_summary
@@ -147,6 +152,7 @@ class ServeCommand:
             experiment, request = begin(
                 self.out, experiment, self.clients, address, deadline, least, self.samples
             )
+            strike_off(self.out, self.strike_off)
             with opened(self.out, address) as service:
                 names = experiment.names
                 say(

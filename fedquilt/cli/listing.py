@@ -136,6 +136,7 @@ def _table(what: str) -> Mapping[str, Any]:
     from fedquilt.data import DATA, PARTITIONS
     from fedquilt.deploy.formats import FORMATS
     from fedquilt.engines import ENGINES
+    from fedquilt.engines.flower.engine import Flower
     from fedquilt.family.norms import NORM_POLICIES
     from fedquilt.fleets.presets import FLEETS
     from fedquilt.methods import METHODS
@@ -158,7 +159,7 @@ def _table(what: str) -> Mapping[str, Any]:
         FLEETS,
         LINKS,
         CODECS,
-        {**ENGINES, AUTO: quickest},
+        {**ENGINES, "flower": Flower, AUTO: quickest},
         TRACKERS,
         FORMATS,
         NORM_POLICIES,

@@ -190,6 +190,7 @@ class _Asking:
                 continue
             reply = self._sent(node, message)
             if reply is None:
+                reason = "no reply came before the deadline"
                 break
             if reply.has_error():
                 reason = _REASONS.get(reply.error.code, "the device's app failed")

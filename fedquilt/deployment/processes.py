@@ -21,7 +21,7 @@ from fedquilt.errors.extras import how_to_install
 from fedquilt.storage.files import make_folder
 
 STOP_SECONDS = 15.0  # Time that a process has to end after SIGTERM
-START_SECONDS = 60.0  # Time until a server listens
+START_SECONDS = 120.0  # Time until a server listens
 CONTROL_SECONDS = 120.0  # Time for one command of flwr
 MAX_LOG_BYTES = 64 << 20  # A log that is larger is begun anew when its process is restarted
 LOG_TAIL_BYTES = 4000

@@ -58,13 +58,13 @@ def attendances_of(records: Sequence[Record]) -> dict[int, Attendance]:
 def unaccounted(attendance: Attendance) -> set[int]:
     """Return the clients that are counted twice, or whose request is not accounted for.
 
-    Every client that was asked has replied, is missing, has failed or was refused, and nobody else
-    has.
+    Every client that was asked has replied, is missing, has failed, was refused or was late, and
+    nobody else has.
 
     Args:
         attendance: What became of the requests of a round.
     """
-    groups = [attendance.missing, attendance.failed, attendance.refused]
+    groups = [attendance.missing, attendance.failed, attendance.refused, attendance.late]
     wrong = {client for group in groups for client in group if client not in attendance.asked}
     for client in attendance.asked:
         times = sum(client in group for group in groups)

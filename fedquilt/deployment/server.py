@@ -24,11 +24,11 @@ from fedquilt.config.toml import read_toml
 from fedquilt.config.writing import write as write_settings
 from fedquilt.deployment.enrolment import Enrolment, ServerFacts, refuse_searched
 from fedquilt.deployment.grid import GridCourier
-from fedquilt.deployment.roster import ROSTER, Roster
+from fedquilt.deployment.roster import ROSTER, Roster, RosterEntry
 from fedquilt.deployment.terms import Terms
 from fedquilt.engines.flower.engine import Flower
 from fedquilt.engines.flower.evaluation import SamplesName, ServerSamples
-from fedquilt.errors import ConfigError, FedquiltError, RecordError
+from fedquilt.errors import FedquiltError, RecordError
 from fedquilt.fleets.presets import Given
 from fedquilt.names import said
 from fedquilt.round import Evaluation
@@ -258,6 +258,8 @@ def enrol(folder: Path, courier: GridCourier, request: ServeRequest) -> None:
                 refused[key] = f"{enrolment.name} cannot take part: {enrolment.failed}"
             elif entry is not None and entry.is_struck_off:
                 refused[key] = f"{enrolment.name} was struck off"
+            elif entry is not None and (reason := changed(entry, enrolment)):
+                refused[key] = reason
             else:
                 introduced[key] = enrolment
                 refused.pop(key, None)
@@ -272,7 +274,6 @@ def enrol(folder: Path, courier: GridCourier, request: ServeRequest) -> None:
             break
         time.sleep(WAIT_SECONDS)
     if known := {entry.key for entry in roster}:  # A resumed run has the same clients.
-        _check_returned(roster, introduced)
         introduced = {key: value for key, value in introduced.items() if key in known}
     order = {key: number for number, key in enumerate(request.keys)}
     ranked = sorted(introduced, key=lambda key: (order.get(key, 0), introduced[key].name, key))
@@ -283,18 +284,20 @@ def enrol(folder: Path, courier: GridCourier, request: ServeRequest) -> None:
     roster.save(folder / ROSTER)
 
 
-def _check_returned(roster: Roster, introduced: Mapping[str, Enrolment]) -> None:
-    """Refuse devices that return to a run with another budget or another number of samples."""
-    for key, enrolment in introduced.items():
-        entry = roster.by_key(key)
-        if entry is None:
-            continue
-        if (entry.budget, entry.size) != (enrolment.budget, enrolment.size):
-            raise ConfigError(
-                f"client {entry.client} ({entry.name}) has returned with {enrolment.size} samples "
-                f"and the budget {enrolment.budget}; the run has begun with {entry.size} and "
-                f"{entry.budget}. The same would work on the device, or a new run on the server."
-            )
+def changed(entry: RosterEntry, enrolment: Enrolment) -> str:
+    """Return why a device cannot go on in its run. Empty: it has the same samples and budget.
+
+    Args:
+        entry: The device as the run has begun.
+        enrolment: What it states now.
+    """
+    if (entry.budget, entry.size) == (enrolment.budget, enrolment.size):
+        return ""
+    return (
+        f"client {entry.client} ({entry.name}) has returned with {enrolment.size} samples and the "
+        f"budget {enrolment.budget}; the run has begun with {entry.size} and {entry.budget}. The "
+        "same would work on the device, or a new run on the server"
+    )
 
 
 def prepared(

@@ -19,6 +19,7 @@ from fedquilt.deployment.keys import (
     hosts_of,
     public_key_text,
 )
+from fedquilt.deployment.roster import ROSTER, Roster
 from fedquilt.deployment.server import (
     REQUEST,
     SETTINGS,
@@ -178,6 +179,28 @@ def begin(
     request = ServeRequest(ServeRequest.new_id(), count, deadline, least, keys, used)
     write_request(folder, experiment, request)
     return experiment, request
+
+
+def strike_off(folder: Path, clients: Sequence[int]) -> None:
+    """Mark devices of a run that are not asked any more, and cannot introduce themselves again.
+
+    Args:
+        folder: Folder of the run, which is not being served.
+        clients: Numbers of their clients.
+
+    Raises:
+        ConfigError: A client is unknown, or nobody would be left.
+    """
+    roster = Roster.load(folder / ROSTER)
+    for client in clients:
+        roster.strike_off(client)
+    if clients and all(entry.is_struck_off for entry in roster):
+        raise ConfigError(
+            f"--strike-off {' '.join(map(str, clients))} was asked for; nobody would be left of "
+            f"the {len(roster)} clients. A new run in another folder would work."
+        )
+    if clients:
+        roster.save(folder / ROSTER)
 
 
 @dataclass

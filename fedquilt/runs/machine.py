@@ -51,7 +51,13 @@ class Machine:
             workers="[0, inf)",
             chunks="[1, inf)",
         )
-        if self.name not in (*ENGINES, AUTO):
+        if self.name == "flower":
+            problems["name"] = (
+                "'flower' was asked for; it trains on real devices, and `fedquilt serve` with the "
+                "same settings starts it. In a simulation one of these would work: "
+                f"{', '.join((*ENGINES, AUTO))}."
+            )
+        elif self.name not in (*ENGINES, AUTO):
             engine_names = (*ENGINES, AUTO)
             problems["name"] = (
                 f"{self.name!r} was asked for; there is no such "

@@ -1028,8 +1028,11 @@ def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "engines"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == [
         *ENGINES,
+        "flower",
         "auto",
     ]
+    assert main(["run", "--engine", "flower"]) == 2
+    assert "`fedquilt serve` with the same settings starts it" in capsys.readouterr().err
     assert main(["list", "method"]) == 2
     assert "Did you mean 'methods'?" in capsys.readouterr().err
 

@@ -58,7 +58,7 @@ def _forget(server: Server, clients: set[int], outcome: Outcome) -> None:
 
 @dataclass
 class Flower(Sequential):
-    """Engine that trains clients on devices.
+    """Engine that trains clients on real devices, used by `fedquilt serve`.
 
     The server's samples, if it has any, are used for evaluation and for norm statistics. Else
     devices evaluate, and always where results live on clients (`evaluating`).
