@@ -12,35 +12,17 @@ from typing import Any
 
 import altair as alt
 
-from fedquilt.report.thinning import Row, plain
+from fedquilt.display.curves import (
+    COLOURS,
+    TITLES,
+    chart_of,
+    colour_of,
+    names_of,
+    value_axis,
+)
+from fedquilt.display.thinning import Row
 
-# Okabe and Ito 2008. Black is left out, because it cannot be seen on a dark page.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C8C8C", "#B8A800")
 GREY = "#8C8C8C"
-WIDTH = 640
-HEIGHT = 300
-TITLES = {"entry": "method"}  # Titles of columns in legends, where they differ
-
-
-def _chart(rows: Sequence[Row], title: str = "") -> alt.Chart:
-    chart: alt.Chart = alt.Chart(alt.Data(values=plain(rows)), width=WIDTH, height=HEIGHT)
-    return chart.properties(title=title) if title else chart
-
-
-def _value(metric: str, percent: bool, field: str = "value") -> Any:
-    """Return the vertical position for a metric, which need not begin at zero."""
-    axis = alt.Axis(format=".0%") if percent else alt.Axis(format="~g")
-    return alt.Y(f"{field}:Q", title=metric, axis=axis, scale=alt.Scale(zero=False))
-
-
-def _colour(field: str, names: Sequence[Any], title: str) -> Any:
-    colours = [COLOURS[index % len(COLOURS)] for index in range(len(names))]
-    return alt.Color(
-        f"{field}:N",
-        legend=alt.Legend(title=title, symbolOpacity=1),  # That of a band would be pale.
-        scale=alt.Scale(domain=list(names), range=colours),
-        sort=None,
-    )
 
 
 def _share_shape(rows: Sequence[Row]) -> Any:
@@ -48,56 +30,9 @@ def _share_shape(rows: Sequence[Row]) -> Any:
     return alt.Shape(
         "share:N",
         legend=alt.Legend(title="share", symbolFillColor=GREY, symbolStrokeColor=GREY),
-        scale=alt.Scale(domain=_names(rows, "share")),
+        scale=alt.Scale(domain=names_of(rows, "share")),
         sort=None,
     )
-
-
-def _names(rows: Sequence[Row], field: str) -> list[Any]:
-    return list(dict.fromkeys(row[field] for row in rows))
-
-
-def curves(
-    rows: Sequence[Row],
-    metric: str,
-    x: str = "round",
-    x_title: str = "round",
-    series: str = "share",
-    percent: bool = True,
-) -> alt.LayerChart:
-    """Return curves of a metric, one for each series, with a band where rows have `low` and `high`.
-
-    Args:
-        rows: Points with `value`, the columns `x` and `series`, and maybe `low` and `high`.
-        metric: Name of the metric, for the axis.
-        x: Column on the horizontal axis.
-        x_title: Title of that axis.
-        series: Column that tells curves apart.
-        percent: True if the metric is a rate.
-    """
-    names = _names(rows, series)
-    title = TITLES.get(series, series)
-    axis = alt.Axis(format="~s")
-    if x == "round":
-        axis = alt.Axis(format="~d", tickMinStep=1)
-    base = _chart(rows).encode(
-        x=alt.X(f"{x}:Q", title=x_title, axis=axis, scale=alt.Scale(zero=False)),
-        color=_colour(series, names, title),
-    )
-    shown = alt.Tooltip("value:Q", format=".2%" if percent else ".4g", title=metric)
-    lines = base.mark_line(point=False, strokeWidth=2).encode(y=_value(metric, percent))
-    points = base.mark_point(size=40, filled=True, opacity=1).encode(
-        y=_value(metric, percent),
-        shape=alt.Shape(f"{series}:N", title=title, scale=alt.Scale(domain=names), sort=None),
-        tooltip=[f"{series}:N", alt.Tooltip(f"{x}:Q", title=x_title), shown],
-    )
-    layers = [lines, points]
-    if any("low" in row and row["low"] != row["high"] for row in rows):
-        band = base.mark_area(opacity=0.18).encode(
-            y=_value(metric, percent, "low"), y2=alt.Y2("high:Q")
-        )
-        layers.insert(0, band)
-    return alt.layer(*layers)
 
 
 def quilt(
@@ -119,9 +54,11 @@ def quilt(
             scale=alt.Scale(scheme="viridis", domainMin=0),
         )
     else:
-        shade = _colour("smallest", list(classes) or _names(rows, "smallest"), "smallest budget")
+        shade = colour_of(
+            "smallest", list(classes) or names_of(rows, "smallest"), "smallest budget"
+        )
     return (
-        _chart(rows)
+        chart_of(rows)
         .transform_calculate(before="datum.first - 0.5", after="datum.last + 0.5")
         .mark_rect(strokeWidth=0)
         .encode(
@@ -143,7 +80,7 @@ def quilt(
 def fleet(rows: Sequence[Row]) -> alt.Chart:
     """Return bars of the number of clients by budget, from rows with `budget` and `clients`."""
     return (
-        _chart(rows)
+        chart_of(rows)
         .mark_bar()
         .encode(
             x=alt.X("clients:Q", title="clients", axis=alt.Axis(tickMinStep=1)),
@@ -158,7 +95,7 @@ def fleet(rows: Sequence[Row]) -> alt.Chart:
 def samples(rows: Sequence[Row]) -> alt.Chart:
     """Return the samples of clients by class, from rows with `client`, `label` and `samples`."""
     return (
-        _chart(rows)
+        chart_of(rows)
         .mark_rect()
         .encode(
             x=alt.X("client:O", title="client", axis=alt.Axis(labelOverlap=True, labelAngle=0)),
@@ -209,20 +146,20 @@ def _bars_by_round(
         colour: Column that tells series apart. Empty: there is one.
         stacked: True: series are on top of each other. False: each begins at zero.
     """
-    chart = _chart(rows).transform_calculate(before="datum.first - 0.5", after="datum.last + 0.5")
+    chart = chart_of(rows).transform_calculate(before="datum.first - 0.5", after="datum.last + 0.5")
     if stacked:
         chart = chart.transform_stack(stack=field, as_=["low", "high"], groupby=["first"])
     else:
         chart = chart.transform_calculate(low="0", high=f"datum.{field}")
     percent = alt.Axis(format="%") if field == "lost" else alt.Axis(format="~s")
     shown = ["first:Q", "last:Q", f"{field}:Q"]
-    names = _names(rows, colour) if colour else []
+    names = names_of(rows, colour) if colour else []
     return chart.mark_rect(opacity=1.0 if stacked else 0.7).encode(
         x=_rounds("before"),
         x2="after:Q",
         y=alt.Y("low:Q", title=title, axis=percent, scale=alt.Scale(zero=True)),
         y2="high:Q",
-        color=_colour(colour, names, TITLES.get(colour, colour))
+        color=colour_of(colour, names, TITLES.get(colour, colour))
         if colour
         else alt.value(COLOURS[0]),
         tooltip=[*shown, f"{colour}:N"] if colour else shown,
@@ -252,18 +189,18 @@ def pareto(
     """
     x = alt.X("cost:Q", title=cost_title, axis=alt.Axis(format="~s"), scale=alt.Scale(zero=False))
     front = (
-        _chart(rows)
+        chart_of(rows)
         .transform_filter("datum.front")
         .mark_line(color=GREY, strokeDash=[4, 3], interpolate="step-after")
-        .encode(x=x, y=_value(metric, percent), order="cost:Q")
+        .encode(x=x, y=value_axis(metric, percent), order="cost:Q")
     )
     points = (
-        _chart(rows)
+        chart_of(rows)
         .mark_point(size=90, filled=True, opacity=1)
         .encode(
             x=x,
-            y=_value(metric, percent),
-            color=_colour("entry", _names(rows, "entry"), "method"),
+            y=value_axis(metric, percent),
+            color=colour_of("entry", names_of(rows, "entry"), "method"),
             shape=_share_shape(rows),
             strokeWidth=alt.condition("datum.front", alt.value(2), alt.value(0)),
             stroke=alt.value(GREY),
@@ -282,12 +219,12 @@ def robustness(rows: Sequence[Row], percent: bool = True) -> alt.Chart:
     """
     axis = alt.Axis(format=".0%") if percent else alt.Axis(format="~g")
     return (
-        _chart(rows)
+        chart_of(rows)
         .mark_point(size=90, filled=True, opacity=1)
         .encode(
             x=alt.X("standard:Q", title="standard", axis=axis, scale=alt.Scale(zero=False)),
             y=alt.Y("robust:Q", title="robust", axis=axis, scale=alt.Scale(zero=False)),
-            color=_colour("entry", _names(rows, "entry"), "method"),
+            color=colour_of("entry", names_of(rows, "entry"), "method"),
             shape=_share_shape(rows),
             tooltip=["entry:N", "share:N", "standard:Q", "robust:Q"],
         )
@@ -306,15 +243,15 @@ def bars(
         percent: True if the metric is a rate.
     """
     axis = alt.Axis(format=".0%") if percent else alt.Axis(format="~g")
-    names = _names(rows, series)
+    names = names_of(rows, series)
     return (
-        _chart(rows)
+        chart_of(rows)
         .mark_bar()
         .encode(
             x=alt.X("share:N", title="share", sort=None, axis=alt.Axis(labelAngle=0)),
             xOffset=alt.XOffset(f"{series}:N", sort=None, scale=alt.Scale(domain=names)),
             y=alt.Y("value:Q", title=metric, axis=axis),
-            color=_colour(series, names, TITLES.get(series, series)),
+            color=colour_of(series, names, TITLES.get(series, series)),
             tooltip=["share:N", f"{series}:N", "value:Q"],
         )
     )

@@ -15,11 +15,11 @@ from typing import Any
 import vl_convert
 from altair import SCHEMA_VERSION
 
+from fedquilt.display.thinning import Row, plain
 from fedquilt.report.collect import Collection, RunFolder, collect
 from fedquilt.report.figure import MAX_TABLE_ROWS, Control, Figure, Section
 from fedquilt.report.figures import run_sections
 from fedquilt.report.study_figures import study_sections
-from fedquilt.report.thinning import Row, plain
 
 _SNIPPET = "window.vegaEmbed = vegaEmbed;"
 MAX_PROBLEMS = 20  # Problems of one run that are listed

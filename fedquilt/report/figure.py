@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fedquilt.report.thinning import Row
+from fedquilt.display.thinning import Row
 
 if TYPE_CHECKING:
     import altair as alt

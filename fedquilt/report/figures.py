@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from altair import Chart
 
 from fedquilt.data.plot import counts as sample_counts
+from fedquilt.display.curves import curves
+from fedquilt.display.thinning import MAX_POINTS, Row, thinned
 from fedquilt.errors import FedquiltError
 from fedquilt.report import charts, sentences, tables
 from fedquilt.report.collect import RunFolder
@@ -14,7 +16,6 @@ from fedquilt.report.details import detail_figures
 from fedquilt.report.figure import Control, Figure, Section
 from fedquilt.report.prepared import prepare_again
 from fedquilt.report.quilt import MAX_COLUMNS, MAX_ROWS, Quilt, budget_names, quilt_of
-from fedquilt.report.thinning import MAX_POINTS, Row, thinned
 from fedquilt.runs.run import Run
 
 MAX_CLIENTS = 100  # Clients whose samples are drawn
@@ -76,10 +77,7 @@ def curve_figures(folder: RunFolder, metric: str) -> list[Figure]:
             "curves",
             f"{metric} by share",
             sentence,
-            {
-                (x,): charts.curves(drawn, metric, x, title, "share", percent)
-                for x, title in axes.items()
-            },
+            {(x,): curves(drawn, metric, x, title, "share", percent) for x, title in axes.items()},
             (Control("Horizontal axis", axes),),
             [{"share": row["share"], "round": row["round"], metric: row["value"]} for row in drawn],
             thinning_note(rows, drawn),

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from fedquilt.display.thinning import Row, bins
 from fedquilt.errors import ConfigError
-from fedquilt.report.thinning import Row, bins
 from fedquilt.round import Record
 from fedquilt.round.labels import labels_by_share, short_share
 from fedquilt.runs.per_client import arrived

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from fedquilt.report.thinning import Row
+from fedquilt.display.thinning import Row
 from fedquilt.runs.summaries import figure_text
 from fedquilt.studies.number_text import points_text
 from fedquilt.units import amount, size

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fedquilt.display.curves import curves
+from fedquilt.display.thinning import Row, thinned
 from fedquilt.errors import FedquiltError
 from fedquilt.report import charts, sentences, tables
 from fedquilt.report.collect import Collection, RunFolder
@@ -13,7 +15,6 @@ from fedquilt.report.figure import Control, Figure, Section
 from fedquilt.report.figures import quilt_figure, thinning_note
 from fedquilt.report.prepared import prepare_again
 from fedquilt.report.quilt import quilt_of
-from fedquilt.report.thinning import Row, thinned
 
 MAX_QUILTS = 6  # Rows of a study whose quilt is drawn
 
@@ -98,7 +99,7 @@ def _curves(
         f"{metric} over the rounds",
         sentences.of_comparison(final, widest, percent, higher),
         {
-            (share, x): charts.curves(part, metric, x, title, "entry", percent)
+            (share, x): curves(part, metric, x, title, "entry", percent)
             for share, part in by_share.items()
             for x, title in axes.items()
         },

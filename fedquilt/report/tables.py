@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fedquilt.display.thinning import Row, bins, number
 from fedquilt.report.collect import RunFolder
-from fedquilt.report.thinning import Row, bins, number
 from fedquilt.round import Record
 from fedquilt.runs.summaries import labels_of, share_label
 from fedquilt.studies.frames import metric_names

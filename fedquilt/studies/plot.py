@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fedquilt.display.thinning import Row
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
-from fedquilt.runs.plot import Row, curves, metric_rows
+from fedquilt.runs.plot import metric_rows, titled
 from fedquilt.studies.comparison import Comparison
 from fedquilt.studies.result import Result
 
@@ -51,14 +52,8 @@ def study_chart(
     for entry, entry_rows in rows_by_entry.items():
         rows += _means([row for row in entry_rows if row["share"] == key], entry)
     seeds = len({result.seed for result in results})
-    return curves(
-        rows,
-        by="entry",
-        order=list(rows_by_entry),
-        title=f"share {float(key):g}, {seeds} {'seed' if seeds == 1 else 'seeds'}",
-        value_title=name,
-        is_rate=compared.percent,
-    )
+    title = f"share {float(key):g}, {seeds} {'seed' if seeds == 1 else 'seeds'}"
+    return titled(rows, name, "entry", compared.percent, title)
 
 
 def _share_key(rows_by_entry: dict[str, list[Row]], share: float | None, request: str) -> str:

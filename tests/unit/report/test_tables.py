@@ -7,9 +7,9 @@ import math
 
 import pytest
 
+from fedquilt.display.thinning import bins, evenly, number, plain, thinned
 from fedquilt.report import tables
 from fedquilt.report.collect import RunFolder
-from fedquilt.report.thinning import bins, evenly, number, plain, thinned
 from fedquilt.round.engine import Attendance
 from fedquilt.studies.result import Result
 from tests.unit.report.conftest import record

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 import fedquilt as fq
+from fedquilt.display.thinning import MAX_POINTS
 from fedquilt.errors import ConfigError
 from fedquilt.round import Grades, Record
-from fedquilt.runs.plot import MAX_POINTS, curves, metric_rows, thinned
+from fedquilt.runs.plot import metric_rows, titled
 from fedquilt.studies.plot import study_chart
 from fedquilt.studies.result import Result
 
@@ -44,7 +45,11 @@ def test_a_run_has_a_point_for_each_share_of_each_evaluated_round(run):
         for share, value in record.grades.accuracy.items()
     ]
     assert len(expected) == 6
-    assert values(run.plot()) == expected
+
+    def point(row):
+        return row["share"], row["round"]
+
+    assert sorted(values(run.plot()), key=point) == sorted(expected, key=point)
     assert values(run.plot("loss")) != expected
 
 
@@ -74,23 +79,23 @@ def test_long_runs_are_thinned_to_whole_rounds_and_the_chart_says_so():
         for number in range(1, 5001)
         for share in ("1", "0.5")
     ]
-    few, note = thinned(rows)
-    assert MAX_POINTS / 4 < len(few) <= MAX_POINTS
-    assert len({row["round"] for row in few}) * 2 == len(few)
-    assert {1, 5000} <= {row["round"] for row in few}
-    chart = curves(
-        rows, by="share", order=["1", "0.5"], title="t", value_title="accuracy", is_rate=True
-    ).to_dict()
-    assert chart["layer"][0]["title"]["subtitle"] == [note]
-    assert note == f"{len(few) // 2:,} of 5,000 evaluated rounds are drawn."
-    assert thinned(rows[:10]) == (rows[:10], "")
+    chart = titled(rows, "accuracy", "share", True, "t").to_dict()
+    rounds_by_share = {
+        share: [row["round"] for row in chart["data"]["values"] if row["share"] == share]
+        for share in ("1", "0.5")
+    }
+    assert rounds_by_share["1"] == rounds_by_share["0.5"]
+    assert len(rounds_by_share["1"]) == MAX_POINTS
+    assert {1, 5000} <= set(rounds_by_share["1"])
+    assert chart["title"]["subtitle"] == [f"{MAX_POINTS} of 5,000 evaluated rounds are drawn."]
+    assert titled(rows[:10], "accuracy", "share", True, "t").to_dict()["title"]["subtitle"] == []
 
 
 def test_hostile_names_are_text_of_a_title():
     pytest.importorskip("altair")
     name = "<script>alert(1)</script>"
     rows = [{"round": 1, "share": name, "value": 0.5}]
-    chart = curves(rows, by="share", order=[name], title=name, value_title=name, is_rate=False)
+    chart = titled(rows, name, "share", False, name)
     assert values(chart) == rows
     assert chart.to_dict()["layer"][0]["encoding"]["y"]["title"] == name
 
