@@ -1,7 +1,11 @@
-"""Messages as records of Flower: byte arrays of at most 1 MiB each.
+"""Messages as records of Flower: byte arrays of at most 128 KiB each.
 
 Flower drops an upload 180 s after its last finished array, and it does not divide bytes in its
-other records. So all bytes travel as arrays of bounded size. It stores equal arrays once. The files
+other records. So all bytes travel as arrays of bounded size. A node sends two arrays at the same
+time, and sends one again if the reply takes longer than 30 s. With arrays of 1 MiB a link of
+40 kB/s never got one through (`slow link` of bench/faults.py). With 128 KiB, 9 kB/s are enough.
+
+Flower stores equal arrays once. The files
 of a message are apart from its note, so that the file of a cut is stored once for all clients that
 train the same positions.
 """
@@ -17,8 +21,8 @@ from fedquilt.round.wire import MAX_JOBS, Message
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord, RecordDict
 
-CHUNK_BYTES = 1 << 20  # Largest array
-MAX_CHUNKS = 1 << 14  # Most arrays of one part, 16 GiB
+CHUNK_BYTES = 1 << 17  # Largest array
+MAX_CHUNKS = 1 << 17  # Most arrays of one part, 16 GiB
 MAX_ABOUT_BYTES = 1 << 20
 _BYTES = "fedquilt.bytes"  # Name of the serialisation. Arrays are bytes as they are.
 _ABOUT, _NOTE, _FILE = "about", "note", "file-"
