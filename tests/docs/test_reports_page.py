@@ -40,7 +40,8 @@ def test_the_commands_and_the_script_run(tmp_path, monkeypatch, capsys):
 
 def test_the_bounds_are_those_of_the_page():
     pytest.importorskip("altair")
-    from fedquilt.report import quilt, tables, thinning
+    from fedquilt.display import thinning
+    from fedquilt.report import quilt, tables
 
     bounds = thinning.MAX_POINTS, tables.MAX_BINS, quilt.MAX_COLUMNS
     text = "At most {} points of a line, {} bars and {} columns of a quilt are drawn"
