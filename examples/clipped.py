@@ -117,8 +117,8 @@ def main() -> None:
     local = replace(Clipped().local, optimizer=fq.optimizers.SGD(lr=0.1), batch_size=16)
     for method in (fq.methods.HeteroFL(local=local), Clipped(local=local)):
         run = fq.run(method, family, data, fleet, rounds=20, evaluation=fq.Evaluation(every=0))
-        told = "  ".join(f"{share}: {accuracy:.1%}" for share, accuracy in run.accuracy.items())
-        print(f"{type(method).__name__:<8}  {told}")
+        texts = "  ".join(f"{share}: {accuracy:.1%}" for share, accuracy in run.accuracy.items())
+        print(f"{type(method).__name__:<8}  {texts}")
 
 
 if __name__ == "__main__":

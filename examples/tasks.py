@@ -60,7 +60,7 @@ PROBLEMS = {
 
 
 def centralised(problem: Problem, epochs: int) -> dict[str, float]:
-    """Train in one place for so many passes, and return the metrics on the test samples."""
+    """Train in one place for some epochs, and return the metrics on the test samples."""
     pool = problem.data()
     torch.manual_seed(0)
     model = problem.model()

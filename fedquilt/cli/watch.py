@@ -19,7 +19,7 @@ Seconds = Annotated[float, tyro.conf.arg(metavar="SECONDS", help_behavior_hint="
 
 @dataclass(frozen=True)
 class WatchRequest:
-    """Serve the page of `fedquilt report` while a run goes on, and show new rounds as they end.
+    """Serve the page of `fedquilt report` during a run, and show new rounds as they end.
 
     The page is read-only, and only this machine reaches it unless --host is given. Ctrl-C stops the
     server. The run does not notice it.

@@ -126,7 +126,7 @@ class DeviceWorker:
         """Work on a task in a thread of its own.
 
         The message of a task may never become complete, because the server has died while it was
-        sent. flwr then waits for minutes, in which other tasks have to go on. Training itself is
+        sent. flwr then waits for minutes, in which other tasks have to continue. Training itself is
         one task at a time.
         """
         client = self._client(self._flwr.RuntimeTokenHttpInterceptor(token))

@@ -126,7 +126,7 @@ class Follower:
         try:
             self.snapshot = self._read(self.snapshot.version + 1)
             self.problem = ""
-        except Exception as error:  # The thread goes on, and its readers are told.
+        except Exception as error:  # The thread continues, and its readers see the reason.
             if not isinstance(error, (FedquiltError, OSError)):
                 _log.exception("the report of %s failed", ", ".join(map(str, self._folders)))
             self.problem = str(error) or type(error).__name__

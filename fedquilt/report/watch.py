@@ -1,4 +1,4 @@
-"""A server for the page of a report while its runs go on.
+"""A server for the page of a report while its runs are in progress.
 
 The page asks for its content again after each server-sent event. The server accepts GET alone, and
 only reads the folders. It listens on loopback without a password. There it checks the header

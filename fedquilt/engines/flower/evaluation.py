@@ -50,7 +50,7 @@ class ServerSamples:
 
     @staticmethod
     def of(name: SamplesName) -> ServerSamples:
-        """Return the samples that a name of `fedquilt serve --samples` stands for."""
+        """Return the samples that a value of `fedquilt serve --samples` means."""
         return ServerSamples(name in ("both", "test"), name in ("both", "calibration"))
 
 

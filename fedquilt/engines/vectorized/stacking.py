@@ -49,7 +49,7 @@ def add_lead(state: Weights) -> State:
 def some_clients(state: Weights, clients: Sequence[int]) -> State:
     """Return the states of some clients of a stack, still with clients in the first dimension.
 
-    The result has views if it is one client, and copies otherwise.
+    The result has views if it is one client, and copies if it is several.
 
     Args:
         state: State of all clients of the stack. It may be empty, because clients may send nothing.
