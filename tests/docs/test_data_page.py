@@ -53,7 +53,7 @@ def test_commands_on_bundled_data_run_as_written(tmp_path, monkeypatch, capsys):
         words = shlex.split(line, comments=True)[1:]
         short = ["--rounds", "1", "--cohort", "1", "--epochs", "1"] if words[0] == "run" else []
         assert main(shortened(words, short)) == 0, line
-    assert (tmp_path / "deal.svg").exists()
+    assert (tmp_path / "partition.svg").exists()
     assert (tmp_path / "syn.npz").exists()
     assert "▅" in capsys.readouterr().out
 
