@@ -29,7 +29,7 @@ from fedquilt.deployment.server import (
     Status,
     write_request,
 )
-from fedquilt.deployment.superlink import SuperLink
+from fedquilt.deployment.superlink import SuperLink, SuperLinkAwayError
 from fedquilt.engines.flower.evaluation import SamplesName
 from fedquilt.errors import ConfigError
 from fedquilt.round import Record
@@ -39,6 +39,7 @@ from fedquilt.storage.files import make_folder
 
 LOOK_SECONDS = 0.5  # Time between two looks at the run
 APP_SECONDS = 180.0  # Time until a ServerApp that was submitted reports
+SUBMIT_SECONDS = 300.0  # Time in which a ServerApp is submitted to a SuperLink that is away
 MAX_STARTS = 20  # ServerApps that are started for one call of serve
 
 
@@ -212,11 +213,43 @@ class Service:
     gate: OpenGate
     starts: int = 0  # ServerApps that were started
 
-    def start_app(self) -> None:
-        """Start a ServerApp for the run."""
+    def start_app(self, say: Callable[[str], None]) -> None:
+        """Start a ServerApp for the run. If the SuperLink is away, wait until it is back.
+
+        Args:
+            say: Prints a line.
+
+        Raises:
+            ConfigError: The SuperLink refused the app, or was away for `SUBMIT_SECONDS`.
+        """
         (self.folder / WORKPLACE / STATUS).unlink(missing_ok=True)
-        self.link.submit(self.folder)
+        end = time.monotonic() + SUBMIT_SECONDS
+        is_away = False
+        while True:
+            self.mend(say)
+            try:
+                self.link.submit(self.folder)
+            except SuperLinkAwayError:
+                if time.monotonic() > end:
+                    raise
+                if not is_away:
+                    say("The SuperLink does not answer. The ServerApp is started once it does.")
+                is_away = True
+                time.sleep(LOOK_SECONDS)
+            else:
+                break
+        if is_away:
+            say("The SuperLink answers again. The ServerApp was started.")
         self.starts += 1
+
+    def mend(self, say: Callable[[str], None]) -> None:
+        """Start processes of Flower again that have ended, and report them.
+
+        Args:
+            say: Prints a line.
+        """
+        for name in self.link.mend():
+            say(f"{name} had ended and was started again.")
 
     def follow(
         self, say: Callable[[str], None], training: Callable[[int], Callable[[Record], None]]
@@ -232,12 +265,11 @@ class Service:
             ConfigError: The ServerApp failed for a reason that another start would not remove.
         """
         num_seen = self._show(lambda _: None, 0)
-        self.start_app()
+        self.start_app(say)
         began, shown = time.monotonic(), ""
         watch: Callable[[Record], None] | None = None
         while True:
-            for name in self.link.mend():
-                say(f"{name} had ended and was started again.")
+            self.mend(say)
             status = Status.load(self.folder)
             if status and status.state == "waiting" and status.text != shown:
                 shown = status.text
@@ -259,7 +291,7 @@ class Service:
                         f"{self.link.executor.log}."
                     )
                 say("The ServerApp had ended. It is started again and resumes the run.")
-                self.start_app()
+                self.start_app(say)
                 began = time.monotonic()
             time.sleep(LOOK_SECONDS)
 

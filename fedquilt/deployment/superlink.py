@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,6 +25,12 @@ from fedquilt.storage.files import write_text
 
 CONNECTION = "fedquilt"  # Name of the SuperLink in Flower's settings
 REGISTERED = "registered.json"  # Public keys that the SuperLink's database has
+MAX_FAILED_STARTS = 10  # Of a SuperLink that had ended, in a row
+_AWAY = "SuperLink is unavailable"  # What `flwr` prints if it reaches no SuperLink
+
+
+class SuperLinkAwayError(ConfigError):
+    """A SuperLink has ended, or does not answer yet. The same call may succeed later."""
 
 
 @dataclass
@@ -60,6 +67,7 @@ class SuperLink:
         command += ["--parent-pid", str(os.getpid())]
         self.executor = Process("the SuperExec", command, env, self.home / "superexec.log")
         self._stack = ExitStack()
+        self._failed_starts = 0  # In a row
 
     @property
     def url(self) -> str:
@@ -85,16 +93,28 @@ class SuperLink:
         self._stack.close()
 
     def mend(self) -> list[str]:
-        """Start processes again that have ended, and return their names."""
+        """Start processes again that have ended, and return their names.
+
+        Raises:
+            ConfigError: The SuperLink could not be started `MAX_FAILED_STARTS` times in a row.
+        """
         mended: list[str] = []
         if self.is_external:
             return mended
-        for process in (self.link, self.executor):
-            if not process.is_running:
-                process.start()
-                mended.append(process.name)
-                if process is self.link:
-                    wait_until_listening(process, self.port)
+        if not self.link.is_running:
+            self.link.start()
+            try:
+                wait_until_listening(self.link, self.port)
+            except ConfigError:
+                self._failed_starts += 1
+                if self._failed_starts >= MAX_FAILED_STARTS:
+                    raise
+                return mended
+            self._failed_starts = 0
+            mended.append(self.link.name)
+        if not self.executor.is_running:
+            self.executor.start()
+            mended.append(self.executor.name)
         return mended
 
     def register(self, public_key: Path) -> None:
@@ -111,28 +131,59 @@ class SuperLink:
         registered: list[str] = json.loads(file.read_text()) if file.exists() else []
         if text in registered:
             return
-        done = self.flwr("supernode", "register", str(public_key), CONNECTION)
-        is_known = "already" in done.stdout + done.stderr
-        if done.returncode and not is_known:
-            raise ConfigError(
-                f"the key {public_key} was to be registered; the SuperLink refused it: "
-                f"{_words(done)}"
-            )
+        asked = f"the key {public_key} was to be registered"
+        self._control(asked, "already", "supernode", "register", str(public_key), CONNECTION)
         write_text(file, json.dumps([*registered, text], indent=1) + "\n")
 
     def submit(self, folder: Path) -> None:
         """Start the ServerApp that trains the run in a folder.
 
         Raises:
+            SuperLinkAwayError: The SuperLink has ended, or does not answer.
             ConfigError: The SuperLink refused it.
         """
         app = Path(__file__).parent / "flower_app"
         override = f"folder={json.dumps(str(folder.resolve()))}"
-        done = self.flwr("run", str(app), CONNECTION, "-c", override)
-        if done.returncode:
-            raise ConfigError(
-                f"the app in {app} was to be started; the SuperLink refused it: {_words(done)}"
-            )
+        asked = f"the app in {app} was to be started"
+        self._control(asked, "", "run", str(app), CONNECTION, "-c", override)
+
+    @property
+    def is_up(self) -> bool:
+        """Return True if the SuperLink runs and accepts connections."""
+        if not self.is_external and not self.link.is_running:
+            return False
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1):
+                return True
+        except OSError:
+            return False
+
+    def _control(self, asked: str, accepted: str, *arguments: str) -> None:
+        """Run a command of `flwr`, and refuse what the SuperLink did not do.
+
+        Args:
+            asked: What was asked for, for errors.
+            accepted: Word in the output of a command that failed, with which all is well. Empty:
+                none.
+            *arguments: Arguments of the command.
+
+        Raises:
+            SuperLinkAwayError: The SuperLink has ended, or does not answer.
+            ConfigError: The SuperLink refused it.
+        """
+        try:
+            done = self.flwr(*arguments)
+        except subprocess.TimeoutExpired as error:
+            raise SuperLinkAwayError(
+                f"{asked}; the SuperLink did not answer within {CONTROL_SECONDS:.0f} s. Its log is "
+                f"{self.link.log}."
+            ) from error
+        if done.returncode == 0 or (accepted and accepted in done.stdout + done.stderr):
+            return
+        words = _words(done)
+        if _AWAY in words or not self.is_up:
+            raise SuperLinkAwayError(f"{asked}; the SuperLink does not answer: {words}")
+        raise ConfigError(f"{asked}; the SuperLink refused it: {words}")
 
     def flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run the command `flwr` with the settings of this SuperLink.
