@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from fedquilt.cli.progress import Begin
     from fedquilt.runs.experiment import Experiment
     from fedquilt.runs.folder import Folder
-    from fedquilt.runs.milestones import Milestone
     from fedquilt.runs.run import Run
 
 
@@ -147,15 +146,8 @@ class RunLoop:
 
         records = self.run.records if self.run else read_records(self.rounds) if self.rounds else []
         by_share = milestones(records, target, main_of(self.summary), prefers_higher(self.summary))
-        reached = {share: milestone and _plain(milestone) for share, milestone in by_share.items()}
+        reached = {share: milestone and asdict(milestone) for share, milestone in by_share.items()}
         return {**self.summary, "target": target, "reached": reached}
-
-
-def _plain(milestone: Milestone) -> dict[str, Any]:
-    """Return a milestone for the JSON output, without multiply-adds, which only studies show."""
-    values = asdict(milestone)
-    del values["macs"]
-    return values
 
 
 def begun(experiment: Experiment, source: str, out: Path | None, stack: ExitStack) -> RunLoop:

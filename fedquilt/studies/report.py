@@ -153,6 +153,7 @@ def _target_columns(
     columns: dict[str, tuple[Callable[[CostToTarget], float | None], Show]] = {
         "rounds": (lambda cost: cost.rounds, count_text),
         "bytes": (lambda cost: cost.bytes, size),
+        "client MACs": (lambda cost: cost.macs, amount),
     }
     if _has_clock(comparison):
         columns["over the link"] = (lambda cost: cost.link_seconds, "{:,.1f} s".format)

@@ -7,6 +7,7 @@
     at 500 accuracy 1.0 %        the same in round 500
     rounds_to 0.55 0.5 count     first evaluated round in which share 0.5 has a main figure of 0.55
     bytes_to 0.55 0.5 GB         bytes both ways until then
+    macs_to 0.55 0.5 T           multiply-adds of all clients until then
     seconds_to 0.55 0.5 s        seconds until then, evaluations included
     gigabytes number             bytes of all rounds, both ways, in units of 10^9
     gigabytes_per_round number   the same as a mean over rounds
@@ -44,7 +45,12 @@ UNITS = {
     "%2": (100.0, 2),  # Percent with two decimals, for counts.
 }
 _MEAN = "mean"  # First key of a mean over all entries of a table.
-_COSTS = {"rounds_to": "round", "bytes_to": "bytes", "seconds_to": "seconds"}
+_COSTS = {
+    "rounds_to": "round",
+    "bytes_to": "bytes",
+    "macs_to": "macs",
+    "seconds_to": "seconds",
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class TableValue:
     def depends_on_round(self) -> bool:
         """Return True if only runs that reach some round or target have the value.
 
-        These are values that begin with `at`, `rounds_to`, `bytes_to` or `seconds_to`.
+        These are values that begin with `at`, `rounds_to`, `bytes_to`, `macs_to` or `seconds_to`.
         """
         return self.path[0] in (*_COSTS, "at")
 

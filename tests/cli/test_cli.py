@@ -886,7 +886,13 @@ def test_the_cost_of_a_target_is_printed(own: Path, capsys: pytest.CaptureFixtur
     assert plain == {key: value for key, value in found.items() if key not in ("target", "reached")}
     first = json.loads(Path("c/rounds.jsonl").read_text().splitlines()[0])
     sent = first["bytes_down"] + first["bytes_up"]
-    cost = {"round": 1, "bytes": sent, "seconds": first["seconds"], "link_seconds": None}
+    cost = {
+        "round": 1,
+        "bytes": sent,
+        "macs": first["macs"],
+        "seconds": first["seconds"],
+        "link_seconds": None,
+    }
     assert (found["target"], found["reached"]["1.0"]) == (0.01, cost)
     assert main(["run", "--resume", "c", "--target", "1"]) == 0  # from what is on disk
     head, row, *_ = capsys.readouterr().out.splitlines()

@@ -123,6 +123,7 @@ def test_rounds_and_bytes_to_a_target(study):
     assert [row[:2] for row in table.rows] == [["a", "1"], ["b", "1"]]
     assert column(table, "rounds") == ["2", "2 (2 of 3)"]
     assert column(table, "bytes") == ["220 B", "220 B (2 of 3)"]
+    assert column(table, "client MACs") == ["2k", "2k (2 of 3)"]
     assert column(main, "rounds to 50%") == ["2", "2 (2 of 3)"]
     assert column(main, "bytes to 50%") == ["220 B", "220 B (2 of 3)"]
     assert main.head[:-2] == comparison(study)[0].head

@@ -49,6 +49,7 @@ def run(record):
         ("rounds_to 0.4 0.5 count", 3),
         ("rounds_to 0.4 1 count", 3),
         ("bytes_to 0.4 0.5 MB", 330),
+        ("macs_to 0.4 0.5 T", 3000),
         ("seconds_to 0.4 0.5 s", 1.5),
         ("rounds_to 0.9 0.5 count", None),
         ("rounds_to 0.1 0.25 count", None),
