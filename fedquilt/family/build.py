@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from fedquilt.axes import size_of
 from fedquilt.errors import TraceError
 from fedquilt.family.layout import Layout
 from fedquilt.family.variants import Variants, choose
+from fedquilt.hardware.torch_internals import ConvNd, ConvTransposeNd, NormBase
 from fedquilt.terms import WHOLE
 
 Rule = Callable[[Any], None]
@@ -46,16 +45,16 @@ def _bilinear(layer: nn.Bilinear) -> None:
     layer.out_features, layer.in1_features, layer.in2_features = layer.weight.shape
 
 
-@resize(_ConvNd)
-def _conv(layer: _ConvNd) -> None:
+@resize(ConvNd)
+def _conv(layer: ConvNd) -> None:
     outer, inner = layer.weight.shape[:2]
     inner *= layer.groups
-    transposed = isinstance(layer, _ConvTransposeNd)
+    transposed = isinstance(layer, ConvTransposeNd)
     layer.in_channels, layer.out_channels = (outer, inner) if transposed else (inner, outer)
 
 
-@resize(_NormBase)
-def _batch_norm(layer: _NormBase) -> None:
+@resize(NormBase)
+def _batch_norm(layer: NormBase) -> None:
     carrier = layer.weight if layer.weight is not None else layer.running_mean
     if carrier is not None:
         layer.num_features = carrier.shape[0]

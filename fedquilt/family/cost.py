@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedquilt.family.dual import adjustables
@@ -21,7 +19,7 @@ from fedquilt.family.tracing.record import RunOptions, record
 from fedquilt.family.tracing.recorder import MAX_CONSTANT_SIZE
 from fedquilt.family.tracing.run import RunError
 from fedquilt.hardware.precision import DTYPES, Precision
-from fedquilt.hardware.torch_internals import OpOverload
+from fedquilt.hardware.torch_internals import OpOverload, TorchDispatchMode, storage_id, tree_leaves
 
 
 @dataclass(frozen=True)
@@ -345,7 +343,7 @@ class _Counter(ExitStack):
 
         Adjustable norms of the module are set to robustness 0. `value` is not used.
         """
-        self._weights = {p.untyped_storage()._cdata for p in module.parameters()}
+        self._weights = {storage_id(p.untyped_storage()) for p in module.parameters()}
         for layer in adjustables(module):
             layer.robustness = 0.0  # Only one norm of a dual norm runs, as in deployment.
 
@@ -362,8 +360,8 @@ class _Counter(ExitStack):
         # itself alive.
         storage = tensor.untyped_storage()
         # A view of a weight, such as its transpose, is no activation.
-        if storage._cdata not in self._weights:
-            self._saved[storage._cdata] = storage.nbytes()
+        if storage_id(storage) not in self._weights:
+            self._saved[storage_id(storage)] = storage.nbytes()
             self._alive.append(storage)
 
 
@@ -384,9 +382,8 @@ class _Spans(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Adjustable norms of the module are set to robustness 0. `value` is not used.
         """
-        self._own = {
-            tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())
-        }
+        state = (*module.parameters(), *module.buffers())
+        self._own = {storage_id(tensor.untyped_storage()) for tensor in state}
         for layer in adjustables(module):
             layer.robustness = 0.0  # Only one norm of a dual norm runs, as in deployment.
 
@@ -396,12 +393,12 @@ class _Spans(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = op(*args, **(kwargs or {}))
         self._now += 1
         for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._own:
+            if isinstance(leaf, Tensor) and storage_id(leaf.untyped_storage()) not in self._own:
                 storage = leaf.untyped_storage()
                 size, first, _ = self._spans.get(
-                    storage._cdata, (storage.nbytes(), self._now, self._now)
+                    storage_id(storage), (storage.nbytes(), self._now, self._now)
                 )
-                self._spans[storage._cdata] = size, first, self._now
+                self._spans[storage_id(storage)] = size, first, self._now
                 self._alive.append(storage)
         return result
 

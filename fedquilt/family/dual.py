@@ -17,13 +17,13 @@ from typing import overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 from typing_extensions import override
 
 from fedquilt.errors import ConfigError
+from fedquilt.hardware.torch_internals import NormBase
 
-NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+NORMS = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 HOW_TO = (
     "Train the dual model: fq.trace(fq.dual(module), …) in Python, --set model.dual=true on "
     "the command line."

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from fedquilt import noise
 from fedquilt.errors import FedquiltError, TraceError, first_line
@@ -26,6 +25,7 @@ from fedquilt.errors.faults import is_out_of_memory
 from fedquilt.family.dual import set_robustness
 from fedquilt.family.net import Pass
 from fedquilt.family.randomness import SeededRandomness
+from fedquilt.hardware.torch_internals import NormBase
 from fedquilt.terms import Weights
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ def forget_statistics(module: nn.Module) -> None:
     The module is changed in place: its running statistics are removed.
     """
     for layer in module.modules():
-        if isinstance(layer, _NormBase):
+        if isinstance(layer, NormBase):
             layer.running_mean = layer.running_var = layer.num_batches_tracked = None
             layer.track_running_stats = False
 

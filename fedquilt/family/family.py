@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from fedquilt.axes import Index
@@ -31,6 +30,7 @@ from fedquilt.family.origin import JoinedTracings, Tracing, as_factory, make_mod
 from fedquilt.family.overview import overview_of
 from fedquilt.family.traced_model import TracedModel
 from fedquilt.family.variants import JOIN, VariantSource
+from fedquilt.hardware.torch_internals import BatchNormBase
 from fedquilt.terms import WHOLE, Arch, Budget, Submodel, Weights
 
 Rounding = Literal["floor", "ceil"]  # Rounding of a share of an axis to whole channels
@@ -102,7 +102,7 @@ class Family(TracedModel):
         """
         if self.layout.nets:
             return any(self.alone(variant).depends_on_batch(mode) for variant in self.variants)
-        norms = [layer for layer in self._module.modules() if isinstance(layer, _BatchNorm)]
+        norms = [layer for layer in self._module.modules() if isinstance(layer, BatchNormBase)]
         if any(mode.statistics != "stored" or layer.running_mean is None for layer in norms):
             return True
         return self._mixes_samples

@@ -19,9 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.dropout import _DropoutNd
 from typing_extensions import override
 
 from fedquilt.errors import FedquiltError
@@ -29,6 +26,7 @@ from fedquilt.family.dual import ConditionedNorm, adjustables
 from fedquilt.family.net import is_stock
 from fedquilt.family.randomness import SeededRandomness
 from fedquilt.family.scaled import Scaled
+from fedquilt.hardware.torch_internals import BatchNormBase, ConvNd, DropoutNd
 
 
 class GroupingError(FedquiltError):
@@ -130,7 +128,7 @@ def _grouped_forward(layer: nn.Module, count: int) -> Callable[[Tensor], Tensor]
     Raises:
         GroupingError: The layer has no grouped kernel.
     """
-    if isinstance(layer, (_ConvNd, _BatchNorm, nn.GroupNorm, nn.Linear)) and not is_stock(layer):
+    if isinstance(layer, (ConvNd, BatchNormBase, nn.GroupNorm, nn.Linear)) and not is_stock(layer):
         raise GroupingError(
             f"a {type(layer).__name__} may compute more than the layer it is derived from"
         )
@@ -145,7 +143,7 @@ def _grouped_forward(layer: nn.Module, count: int) -> Callable[[Tensor], Tensor]
             )
         case nn.SyncBatchNorm():
             raise GroupingError("it has a SyncBatchNorm")
-        case _BatchNorm():
+        case BatchNormBase():
             return partial(_batch_norm, layer)
         case nn.GroupNorm():
             return partial(_group_norm, layer, count)
@@ -153,7 +151,7 @@ def _grouped_forward(layer: nn.Module, count: int) -> Callable[[Tensor], Tensor]
             return partial(_linear, layer, count)
         case nn.AdaptiveAvgPool2d() if is_stock(layer) and layer.output_size in (1, (1, 1)):
             return _mean
-        case _DropoutNd() if layer.p:
+        case DropoutNd() if layer.p:
             raise GroupingError(
                 f"it has a {type(layer).__name__}, whose noise is each client's own"
             )
@@ -200,7 +198,7 @@ def _conv_transpose(layer: Any, count: int, x: Tensor) -> Tensor:
     )
 
 
-def _batch_norm(layer: _BatchNorm, x: Tensor) -> Tensor:
+def _batch_norm(layer: BatchNormBase, x: Tensor) -> Tensor:
     return F.batch_norm(
         x, None, None, _joined(layer.weight), _joined(layer.bias), True, 0.0, layer.eps
     )

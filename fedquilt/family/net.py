@@ -22,7 +22,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 
 from fedquilt.family.dual import adjustables
@@ -38,7 +37,13 @@ from fedquilt.family.normalization import (
 )
 from fedquilt.family.randomness import SeededRandomness, pool_layer
 from fedquilt.family.scaled import Scaled
-from fedquilt.hardware.torch_internals import is_functorch_wrapped, outside_functorch, unwrapped
+from fedquilt.hardware.torch_internals import (
+    NormBase,
+    in_place_version,
+    is_functorch_wrapped,
+    outside_functorch,
+    unwrapped,
+)
 
 Statistics = Literal["batch", "stored", "track", "measure"]
 
@@ -84,19 +89,19 @@ class Net:
         self._plain: set[bool] = set()
         # Values of `mode.train` with which the module does not change its inputs
         self._reading: set[bool] = set()
-        self._norms: dict[str, _NormBase] = {}  # Layers whose statistics are inputs and outputs
+        self._norms: dict[str, NormBase] = {}  # Layers whose statistics are inputs and outputs
         self._counters: list[str] = []  # Batch counters of norms that keep their own forward
         for name, layer in module.named_modules():
-            if isinstance(layer, _NormBase):
+            if isinstance(layer, NormBase):
                 self._norms[name] = layer
-            if isinstance(layer, _NormBase) and not is_stock(layer):
+            if isinstance(layer, NormBase) and not is_stock(layer):
                 layer.forward = partial(run_own_forward, layer.forward, layer, name, self._state)
                 if layer.num_batches_tracked is not None:
                     self._counters.append(f"{weight_prefix(name)}num_batches_tracked")
                 continue
-            if isinstance(layer, (_NormBase, nn.LayerNorm, nn.GroupNorm)):
+            if isinstance(layer, (NormBase, nn.LayerNorm, nn.GroupNorm)):
                 layer.register_forward_pre_hook(in_float32, with_kwargs=True)
-            if isinstance(layer, _NormBase):
+            if isinstance(layer, NormBase):
                 layer.forward = partial(run_norm_layer, layer, name, self._state)
             elif isinstance(layer, nn.AdaptiveAvgPool2d) and is_stock(layer):
                 layer.forward = partial(pool_layer, layer)  # type: ignore[method-assign]
@@ -237,7 +242,7 @@ def is_changed(value: Tensor) -> bool:
     """
     while is_functorch_wrapped(value):
         value = unwrapped(value)
-    return value.is_inference() or value._version > 0  # Inference tensors have no version.
+    return value.is_inference() or in_place_version(value) > 0  # Inference tensors have no version.
 
 
 def _rescale(state: PassState, layer: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:

@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
 from fedquilt.errors import TrainingError
-from fedquilt.hardware.torch_internals import is_functorch_wrapped, is_vmapped, unwrapped
+from fedquilt.hardware.torch_internals import (
+    InstanceNormBase,
+    NormBase,
+    is_functorch_wrapped,
+    is_vmapped,
+    unwrapped,
+)
 
 if TYPE_CHECKING:
     from fedquilt.family.net import Pass
@@ -83,7 +87,7 @@ class _NormCall:
     live: bool  # True: the layer is in training mode, and uses the batch's statistics
 
 
-def run_norm_layer(layer: _NormBase, name: str, state: PassState, input: Tensor) -> Tensor:
+def run_norm_layer(layer: NormBase, name: str, state: PassState, input: Tensor) -> Tensor:
     """Run a norm layer of one of torch's classes.
 
     Args:
@@ -93,14 +97,14 @@ def run_norm_layer(layer: _NormBase, name: str, state: PassState, input: Tensor)
         input: (sample, channel, …)
     """
     statistics, affine = (layer.running_mean, layer.running_var), (layer.weight, layer.bias)
-    alone = isinstance(layer, _InstanceNorm)
+    alone = isinstance(layer, InstanceNormBase)
     norm = _NormCall(name, *statistics, *affine, layer.momentum, layer.eps, alone, layer.training)
     return _normalized(input, norm, state)
 
 
 def run_own_forward(
     forward: Callable[..., Any],
-    layer: _NormBase,
+    layer: NormBase,
     name: str,
     state: PassState,
     *args: Any,
@@ -134,7 +138,7 @@ def run_own_forward(
     return outputs
 
 
-def _by_hand(layer: _NormBase, name: str) -> TrainingError:
+def _by_hand(layer: NormBase, name: str) -> TrainingError:
     """Return the error for a user's norm layer whose forward calls no functional norm.
 
     Args:
@@ -154,7 +158,7 @@ class _Within(TorchFunctionMode):
     The layer may have converted its statistics, so that they are not recognized by identity.
     """
 
-    def __init__(self, layer: _NormBase, name: str, state: PassState) -> None:
+    def __init__(self, layer: NormBase, name: str, state: PassState) -> None:
         super().__init__()
         self.called = False
         self._layer, self._name, self._state = layer, name, state
@@ -233,7 +237,7 @@ def norm_arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def run_functional_norm(
-    arguments: Mapping[str, Any], layer: _NormBase, name: str, state: PassState
+    arguments: Mapping[str, Any], layer: NormBase, name: str, state: PassState
 ) -> Tensor:
     """Run a functional norm on a layer's statistics by the options of the pass.
 

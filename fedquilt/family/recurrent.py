@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from fedquilt.hardware.torch_internals import storage_id, tree_leaves
 
 SHORT = (2, 3)  # Time steps on which a layer is counted. The first step may differ from all others.
 _FUNCTIONS = (torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu)
@@ -69,9 +70,8 @@ class RecurrentCall:
     def storages(self) -> dict[int, Any]:
         """Return the storages of all tensors among the arguments, by their addresses."""
         tensors = [leaf for leaf in tree_leaves(self.args) if isinstance(leaf, Tensor)]
-        return {
-            storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)
-        }
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        return {storage_id(storage): storage for storage in storages}
 
     def run(self, num_steps: int) -> tuple[Tensor, ...]:
         """Return outputs and hidden states of the layer on the first `num_steps` time steps."""

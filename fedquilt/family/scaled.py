@@ -15,10 +15,10 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from fedquilt.axes import Expr, axes_in
 from fedquilt.family.layout import Layout
+from fedquilt.hardware.torch_internals import ConvNd, ConvTransposeNd
 
 _ROWS = (nn.Linear, nn.Bilinear)  # Layers whose weights have the outputs first
 _PROJECTIONS = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -83,8 +83,8 @@ def _outputs(layer: nn.Module, prefix: str, dims: dict[str, tuple[Expr, ...]]) -
     weight = next((dims[name] for name in _weights(prefix) if name in dims), None)
     if weight is None:
         return
-    if isinstance(layer, _ConvNd):
-        transposed = isinstance(layer, _ConvTransposeNd)
+    if isinstance(layer, ConvNd):
+        transposed = isinstance(layer, ConvTransposeNd)
         yield weight[1] if transposed else weight[0]
         if transposed and layer.groups > 1:  # (groups · inputs, outputs of a group)
             yield weight[0]

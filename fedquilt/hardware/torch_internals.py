@@ -5,8 +5,10 @@ one file to check. `tests/unit/hardware/test_torch_internals.py` refuses them in
 
 - Lists of tensors: one kernel launch for many tensors. torch's own optimizers use these functions.
 - Fused optimizers: one kernel launch for a whole optimizer step.
+- Base classes of layers: all convolutions, dropouts or norms, whatever their number of dimensions.
 - Transforms of functorch: whether a tensor is inside `torch.func.vmap` or `torch.func.grad`.
 - Fake tensors and ATen operations: shapes without values, for tracing a model.
+- Storages and versions: which tensors share memory, and which were written in-place.
 - Nested containers: tensors in dictionaries and lists as one flat list.
 """
 
@@ -16,6 +18,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+from torch._C import FunctionSchema
 from torch._decomp import core_aten_decompositions
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
@@ -25,16 +28,28 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 __all__ = [
     "FAKE_TENSOR_LOGGER",
+    "BatchNormBase",
+    "ConvNd",
+    "ConvTransposeNd",
     "DataDependentOutputException",
+    "DropoutNd",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "InstanceNormBase",
+    "NormBase",
     "OpOverload",
     "OpOverloadPacket",
+    "TorchDispatchMode",
     "core_aten_decompositions",
     "foreach_add",
     "foreach_add_",
@@ -51,12 +66,18 @@ __all__ = [
     "fused_adam_",
     "fused_adamw_",
     "fused_sgd_",
+    "in_place_version",
     "is_functorch_wrapped",
     "is_onednn_enabled",
     "is_vmapped",
     "outside_functorch",
+    "overload_name",
+    "qualified_name",
+    "schema_of",
     "set_onednn_enabled",
+    "storage_id",
     "tree_flatten",
+    "tree_leaves",
     "tree_map",
     "unset_fake_temporarily",
     "unwrapped",
@@ -91,6 +112,19 @@ fused_sgd_ = torch._fused_sgd_
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_
 
+# --- base classes of layers -----------------------------------------------------------------------
+#
+# torch has public classes for each number of dimensions (`nn.Conv1d`, `nn.Conv2d`, …), and private
+# ones that these inherit from. A list of all public ones would miss a layer that a user derives
+# from a private one, as torch's own lazy and synchronized layers do.
+
+ConvNd = _ConvNd  # Convolutions, transposed ones included
+ConvTransposeNd = _ConvTransposeNd  # Transposed convolutions
+DropoutNd = _DropoutNd
+NormBase = _NormBase  # Batch norms and instance norms: norms that may track statistics
+BatchNormBase = _BatchNorm  # Batch norms, synchronized ones included
+InstanceNormBase = _InstanceNorm
+
 # --- transforms of functorch ----------------------------------------------------------------------
 
 
@@ -120,7 +154,7 @@ def is_vmapped(value: Tensor) -> bool:
 def unwrapped(value: Tensor) -> Tensor:
     """Return the tensor inside of the innermost transform of a wrapped tensor.
 
-    Only the tensor inside of all transforms counts in-place changes, in `Tensor._version`.
+    Only the tensor inside of all transforms counts in-place changes: see `in_place_version`.
     """
     return torch._C._functorch.get_unwrapped(value)
 
@@ -138,8 +172,27 @@ def unwrapped(value: Tensor) -> Tensor:
 # - `core_aten_decompositions`: operations in terms of fewer ones, so that fewer rules are needed.
 #   The public `torch.export.default_decompositions` is a table for exported programs, with other
 #   entries.
+# - `TorchDispatchMode`: context that receives every ATen operation, to record or count it.
 
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"  # Logs every forward pass that fails
+
+
+def schema_of(op: OpOverload) -> FunctionSchema:
+    """Return the declared arguments and results of an ATen operation.
+
+    The schema also says which arguments the operation writes and which results are views.
+    """
+    return op._schema
+
+
+def qualified_name(packet: OpOverloadPacket) -> str:
+    """Return the name of an ATen operation without its overload, such as "aten::add"."""
+    return str(packet._qualified_op_name)
+
+
+def overload_name(op: OpOverload) -> str:
+    """Return the name of an operation's overload, such as "Tensor" of `aten.add.Tensor`."""
+    return str(op._overloadname)
 
 
 def is_onednn_enabled() -> bool:
@@ -156,8 +209,27 @@ def set_onednn_enabled(enabled: bool) -> None:
     torch._C._set_mkldnn_enabled(enabled)
 
 
+# --- storages and versions ------------------------------------------------------------------------
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return a number that is the same for all tensors of one storage, while it is alive.
+
+    The public `data_ptr` is no such number: fake tensors have none, and it is 0 if empty.
+    """
+    return int(storage._cdata)
+
+
+def in_place_version(value: Tensor) -> int:
+    """Return how often a tensor, or a view of it, was written in-place.
+
+    Autograd counts these writes. Inference tensors have no count, so that this raises RuntimeError.
+    """
+    return int(value._version)
+
+
 # --- nested containers ----------------------------------------------------------------------------
 #
 # `tree_map` applies a function to all tensors in nested dictionaries, lists and named tuples, and
-# `tree_flatten` lists them. `torch.func.vmap` uses the same functions. torch 2.11 has no public
-# ones.
+# `tree_flatten` and `tree_leaves` list them. `torch.func.vmap` uses the same functions. torch 2.11
+# has no public ones.

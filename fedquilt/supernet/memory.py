@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedquilt.hardware.torch_internals import storage_id
 from fedquilt.supernet.blocks import BlockSpec
 
 MAX_CACHED_BLOCKS = 16_384  # Distinct blocks and batch sizes whose saved bytes are cached.
@@ -77,4 +78,4 @@ def _saved(block: BlockSpec, count: int) -> SavedBytes:
 
 
 def _address(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return storage_id(tensor.untyped_storage())

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from math import prod
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fedquilt.family.tracing.atoms import atoms_in
 from fedquilt.family.tracing.rules.operands import is_undefined, number_at
 from fedquilt.family.tracing.run import AtenCall, Value
 from fedquilt.family.tracing.traced import Traced
+from fedquilt.hardware.torch_internals import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Numbers:
 
     @staticmethod
     def _of(call: AtenCall) -> list[int | float]:
-        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        leaves = tree_leaves((call.args, call.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, (int, float))]
 
 

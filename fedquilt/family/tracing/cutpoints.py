@@ -14,10 +14,10 @@ from itertools import pairwise
 from math import prod
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fedquilt.family.tracing.atoms import is_plain
 from fedquilt.family.tracing.run import AtenCall, RecordedRun, Value, Visit
+from fedquilt.hardware.torch_internals import schema_of, tree_leaves
 
 aten = torch.ops.aten
 
@@ -119,7 +119,8 @@ class Reads:
             number: Position of the call in the run.
         """
         for value in call.outs:
-            written = self._aliases.get(value, [value]) if call.op._schema.is_mutable else [value]
+            is_written = schema_of(call.op).is_mutable
+            written = self._aliases.get(value, [value]) if is_written else [value]
             for target in written:
                 if target in self._made:
                     self._from_data.setdefault(target, number)
@@ -154,13 +155,13 @@ class Reads:
 
 
 def _is_view(call: AtenCall) -> bool:
-    schema = call.op._schema
+    schema = schema_of(call.op)
     returns_alias = any(result.alias_info is not None for result in schema.returns)
     return returns_alias and not schema.is_mutable and bool(call.inputs)
 
 
 def _values(tree: object) -> list[Value]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Value)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Value)]
 
 
 def find_cuts(run: RecordedRun) -> list[CutPoint]:

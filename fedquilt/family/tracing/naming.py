@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fedquilt.axes import Expr, Product, Sum
 from fedquilt.family.tracing.atoms import Atom, Cat, Dim, atoms_in, plain, resolve, size
 from fedquilt.family.tracing.run import RecordedRun
+from fedquilt.hardware.torch_internals import ConvNd, ConvTransposeNd
 
 CLASS = "class"  # Name of the axis of the classes
 
@@ -101,8 +101,8 @@ def layer_outputs(
     for path, layer in module.named_modules():
         name = f"{path}.weight" if path else "weight"
         # The groups of such a layer are in the input dimension of its weight.
-        grouped = isinstance(layer, _ConvTransposeNd) and layer.groups > 1
-        if isinstance(layer, (nn.Linear, _ConvNd)) and name in weights and not grouped:
+        grouped = isinstance(layer, ConvTransposeNd) and layer.groups > 1
+        if isinstance(layer, (nn.Linear, ConvNd)) and name in weights and not grouped:
             out_channels = weights[name][output_dim(module, name)]
             if size(out_channels) > 1:
                 outputs[name] = (path or type(layer).__name__, out_channels)
@@ -121,7 +121,7 @@ def output_dim(module: nn.Module, weight: str) -> int:
     path, _, attribute = weight.rpartition(".")
     layer = module.get_submodule(path)
     turned = (
-        isinstance(layer, (nn.Embedding, nn.EmbeddingBag, _ConvTransposeNd))
+        isinstance(layer, (nn.Embedding, nn.EmbeddingBag, ConvTransposeNd))
         and attribute == "weight"
     )
     return 1 if turned else 0

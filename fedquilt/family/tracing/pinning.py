@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from fedquilt.errors import TraceError
 from fedquilt.family.tracing.atoms import (
@@ -28,6 +27,7 @@ from fedquilt.family.tracing.naming import output_dim
 from fedquilt.family.tracing.rules.dispatch import apply
 from fedquilt.family.tracing.run import AtenCall, RecordedRun, Value
 from fedquilt.family.tracing.traced import Heads
+from fedquilt.hardware.torch_internals import ConvNd
 
 
 def apply_rules(
@@ -72,7 +72,7 @@ def pin_unproduced(
     for name in parameters & weights.keys():
         dims = weights[name]
         layer = module.get_submodule(name.rpartition(".")[0])
-        if dims and isinstance(layer, (nn.Linear, _ConvNd)):
+        if dims and isinstance(layer, (nn.Linear, ConvNd)):
             dims = (dims[output_dim(module, name)],)
         produced.update(channel_atom for dim in dims for channel_atom in atoms_in(dim))
     for name in used:

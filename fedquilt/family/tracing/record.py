@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
 
 from fedquilt.errors import TraceError
 from fedquilt.family.build import blueprint
@@ -29,6 +28,7 @@ from fedquilt.hardware.torch_internals import (
     OpOverload,
     is_onednn_enabled,
     set_onednn_enabled,
+    tree_map,
 )
 from fedquilt.terms import WHOLE
 
@@ -103,7 +103,7 @@ def rehearse(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             return nn.Parameter(weight.detach().cpu(), weight.requires_grad)
         return weight.detach().cpu().clone()
 
-    copied = pytree.tree_map(
+    copied = tree_map(
         lambda leaf: leaf.detach().cpu().clone() if isinstance(leaf, Tensor) else leaf, inputs
     )
     with _same_seeds(), torch.inference_mode(False), torch.no_grad(), suppress(Exception):
@@ -219,9 +219,7 @@ def _run(
         # Hooks that always run see no output when the layer raised.
         layer.register_forward_hook(lambda _, __, output: recorder.leave(output), always_call=True)
     module.train(options.train)
-    fake_inputs = pytree.tree_map(
-        lambda leaf: fake(leaf) if isinstance(leaf, Tensor) else leaf, inputs
-    )
+    fake_inputs = tree_map(lambda leaf: fake(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
     with ExitStack() as stack:
         stack.enter_context(_plain_backends(options.grad))
         stack.enter_context(_same_seeds())

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedquilt.family.recurrent import SHORT, RecurrentCall
 from fedquilt.family.staged import StageEnd
@@ -25,7 +23,12 @@ from fedquilt.hardware.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
+    TorchDispatchMode,
     core_aten_decompositions,
+    schema_of,
+    storage_id,
+    tree_leaves,
+    tree_map,
     unset_fake_temporarily,
 )
 
@@ -97,7 +100,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if out is not NotImplemented:
                         return out
         constant = self._is_constant(op, args, kwargs)
-        if constant and not any("Tensor" in str(returned.type) for returned in op._schema.returns):
+        results = schema_of(op).returns
+        if constant and not any("Tensor" in str(returned.type) for returned in results):
             self.reads.append(f"{layer_name(self.layers[-1])} ({_where()})")
             return self._compute(op, args, kwargs)
         out = _run_op(op, args, kwargs)
@@ -163,7 +167,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.constants[id(leaf)] if isinstance(leaf, Tensor) else leaf
 
         with _real_tensors():
-            return op(*pytree.tree_map(real, args), **pytree.tree_map(real, kwargs))
+            return op(*tree_map(real, args), **tree_map(real, kwargs))
 
     def _forget(self, written: Sequence[Tensor]) -> None:
         """Drop the values of constants into which data was written.
@@ -175,12 +179,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         for tensor in written:
             if id(tensor) in self.constants:
-                storage = self.constants[id(tensor)].untyped_storage()._cdata
+                storage = storage_id(self.constants[id(tensor)].untyped_storage())
                 items = self.constants.items()
                 self.constants = {
                     key: constant
                     for key, constant in items
-                    if constant.untyped_storage()._cdata != storage
+                    if storage_id(constant.untyped_storage()) != storage
                 }
 
     def close(self, mode: FakeTensorMode) -> list[AtenCall]:
@@ -240,14 +244,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         All else in the structure is kept.
         """
-        return pytree.tree_map(self._read_value, tree)
+        return tree_map(self._read_value, tree)
 
     def values_in(self, tree: Any) -> Any:
         """Return a nested structure with Values for the run's tensors, and None for all else.
 
         The values do not count as read.
         """
-        return pytree.tree_map(
+        return tree_map(
             lambda leaf: self.value(leaf) if isinstance(leaf, FakeTensor) else None, tree
         )
 
@@ -336,7 +340,7 @@ def _is_namespace(holder: dict[Any, Any]) -> bool:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors in nested lists, tuples and dictionaries."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _draws_one(args: Sequence[Any]) -> bool:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fedquilt.family.tracing.atoms import Dim, plain
-from fedquilt.hardware.torch_internals import OpOverload
+from fedquilt.hardware.torch_internals import OpOverload, tree_leaves
 from fedquilt.terms import WHOLE
 
 
@@ -49,9 +48,7 @@ class AtenCall:
     @property
     def inputs(self) -> list[Value]:
         """Return the Values among the arguments in order, also from lists and keyword arguments."""
-        return [
-            leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)
-        ]
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
 
     def __str__(self) -> str:
         return f"{self.op.overloadpacket.__name__} in {layer_name(self.layer)} ({self.where})"

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from fedquilt.family.tracing.atoms import Dim
 from fedquilt.family.tracing.attributes import attributes
 from fedquilt.family.tracing.run import Value
+from fedquilt.hardware.torch_internals import tree_leaves
 
 Leaf = tuple[Value, int] | str  # A dimension of a tensor, or the path of an attribute
 Powers = tuple[tuple[Leaf, int], ...]  # A monomial, in the order of `_rank`
@@ -355,7 +355,7 @@ def _resized(trail: Trail, out: Tensor, _: Tensor, *args: Any, **kwargs: Any) ->
 @_use("zeros", "ones", "empty", "full", "rand", "randn")
 def _created(trail: Trail, out: Tensor, *args: Any, **kwargs: Any) -> None:
     shape_args = args[:1] if args and isinstance(args[0], (tuple, list)) else args
-    sizes = pytree.tree_leaves((shape_args, kwargs.get("size"), kwargs.get("shape")))
+    sizes = tree_leaves((shape_args, kwargs.get("size"), kwargs.get("shape")))
     for dim, length in enumerate(sizes[: out.ndim]):
         trail.equate(length, out, dim)
 

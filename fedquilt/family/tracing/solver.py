@@ -8,7 +8,6 @@ from fractions import Fraction
 from math import isclose
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from fedquilt.family.tracing.atoms import (
     Dim,
@@ -28,6 +27,7 @@ from fedquilt.family.tracing.atoms import (
 )
 from fedquilt.family.tracing.attributes import attributes
 from fedquilt.family.tracing.sizes import Leaf, Poly, SizeScale, Trail
+from fedquilt.hardware.torch_internals import ConvNd
 
 
 def solve_sizes(
@@ -118,7 +118,7 @@ def _layer_sizes(
     for path, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
             names = ["out_features", "in_features"]
-        elif isinstance(layer, _ConvNd) and layer.groups == 1:
+        elif isinstance(layer, ConvNd) and layer.groups == 1:
             names = ["out_channels", "in_channels"]
             if layer.transposed:
                 names.reverse()

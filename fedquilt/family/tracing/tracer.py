@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from fedquilt.axes import Axis, axes_in
@@ -36,6 +35,7 @@ from fedquilt.family.tracing.solver import solve_sizes
 from fedquilt.family.tracing.traced import Heads, Traced
 from fedquilt.family.tracing.variant_runs import record_variant
 from fedquilt.family.variants import names_of
+from fedquilt.hardware.torch_internals import NormBase
 
 
 def trace_layout(
@@ -226,7 +226,7 @@ def _counters(module: nn.Module) -> set[str]:
     """Return the full names of `num_batches_tracked` in norms, which are no weights."""
     names = set()
     for path, layer in module.named_modules():
-        if isinstance(layer, _NormBase):
+        if isinstance(layer, NormBase):
             names.add(f"{path}.num_batches_tracked" if path else "num_batches_tracked")
     return names
 

@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from fedquilt.errors import FedquiltError, TraceError
 from fedquilt.family.tracing.atoms import Dim, Facts
@@ -19,6 +18,7 @@ from fedquilt.family.tracing.sizes import Trail
 from fedquilt.hardware.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    NormBase,
 )
 
 
@@ -150,7 +150,7 @@ def small_constants(module: nn.Module) -> dict[str, Tensor]:
         for name, buffer in module.named_buffers()
         if buffer.numel() <= MAX_CONSTANT_SIZE and not buffer.is_meta
     }
-    norms = {path for path, layer in module.named_modules() if isinstance(layer, _NormBase)}
+    norms = {path for path, layer in module.named_modules() if isinstance(layer, NormBase)}
     return {name: buffer for name, buffer in small.items() if name.rpartition(".")[0] not in norms}
 
 

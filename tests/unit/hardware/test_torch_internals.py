@@ -12,18 +12,30 @@ from torch.func import grad, vmap
 import fedquilt
 from fedquilt.hardware import torch_internals
 from fedquilt.hardware.torch_internals import (
+    in_place_version,
     is_functorch_wrapped,
     is_onednn_enabled,
     is_vmapped,
     outside_functorch,
+    overload_name,
+    qualified_name,
+    schema_of,
     set_onednn_enabled,
+    storage_id,
     unwrapped,
 )
 
 PACKAGE = Path(fedquilt.__file__).parent
-# `torch._C`, `from torch._ops import …` and `from torch import _foreach_add`, but not
-# `torch.__version__`, and not operations such as `torch.ops.aten._unsafe_view`.
-PRIVATE = re.compile(r"\btorch\._[a-zA-Z]|\bfrom torch import .*\b_[a-zA-Z]")
+# `torch._C`, `from torch._ops import …`, `from torch.utils._pytree import …` and
+# `from torch.nn.modules.conv import _ConvNd`, but not `torch.__version__`, and not operations such
+# as `torch.ops.aten._unsafe_view`. The last group has private attributes of tensors and operations.
+# The dictionaries `_modules`, `_parameters` and `_buffers` that every module has are not in it.
+PRIVATE = re.compile(
+    r"\btorch\._[a-zA-Z]"
+    r"|\bfrom torch\S*\._[a-zA-Z]"
+    r"|\bfrom torch\S* import .*\b_[a-zA-Z]"
+    r"|\._(cdata|schema|version|qualified_op_name|overloadname)\b"
+)
 
 
 def test_no_other_module_uses_private_names_of_torch():
@@ -43,6 +55,10 @@ def test_no_other_module_uses_private_names_of_torch():
         ("torch._foreach_add(a, b)", True),
         ("from torch._ops import OpOverload", True),
         ("from torch import Tensor, _foreach_add", True),
+        ("from torch.utils._pytree import tree_map", True),
+        ("from torch.utils import _pytree as pytree", True),
+        ("from torch.nn.modules.conv import _ConvNd", True),
+        ("tensor.untyped_storage()._cdata", True),
         ("torch.__version__", False),
         ("torch.ops.aten._unsafe_view", False),
         ("from torch import Tensor", False),
@@ -67,6 +83,22 @@ def test_tensors_inside_of_vmap_are_recognized_and_unwrapped():
     vmap(look)(torch.zeros(3, 2))
     assert seen == [(True, True, (3, 2))]
     assert not is_functorch_wrapped(torch.zeros(3, 2))
+
+
+def test_views_share_the_id_of_their_storage_and_its_version():
+    base = torch.zeros(4)
+    view = base[1:]
+    assert storage_id(view.untyped_storage()) == storage_id(base.untyped_storage())
+    assert storage_id(view.untyped_storage()) != storage_id(torch.zeros(4).untyped_storage())
+    view.add_(1)
+    assert (in_place_version(base), in_place_version(view)) == (1, 1)
+
+
+def test_operations_are_described():
+    op = torch.ops.aten.add_.Tensor
+    assert (qualified_name(op.overloadpacket), overload_name(op)) == ("aten::add_", "Tensor")
+    assert schema_of(op).is_mutable
+    assert not schema_of(torch.ops.aten.add.Tensor).is_mutable
 
 
 def test_tensors_made_outside_of_functorch_outlive_a_transform():

@@ -23,7 +23,7 @@ from fedquilt.family.tracing.rules.elementwise import pointwise
 from fedquilt.family.tracing.rules.operands import pin_all, unify_all
 from fedquilt.family.tracing.rules.registry import RULES, Rule, aten
 from fedquilt.family.tracing.run import AtenCall
-from fedquilt.hardware.torch_internals import OpOverload
+from fedquilt.hardware.torch_internals import OpOverload, overload_name, qualified_name
 
 
 @cache
@@ -33,7 +33,7 @@ def find_rule(op: OpOverload) -> Rule | None:
     An in-place operation has the rule of its functional twin. All operations that torch tags as
     point-wise and that have no rule of their own share `pointwise`.
     """
-    name = op.overloadpacket._qualified_op_name
+    name = qualified_name(op.overloadpacket)
     own_rule = RULES.get(name) or RULES.get(name.removesuffix("_"))
     if own_rule is None and torch.Tag.pointwise in _tags(op):
         return pointwise
@@ -47,9 +47,9 @@ def _tags(op: OpOverload) -> Sequence[torch.Tag]:
     all of them.
     """
     twin = getattr(aten, op.overloadpacket.__name__.removesuffix("_"), None)
-    if not twin or op._overloadname not in twin.overloads():
+    if not twin or overload_name(op) not in twin.overloads():
         return [*op.tags]
-    return [*op.tags, *getattr(twin, op._overloadname).tags]
+    return [*op.tags, *getattr(twin, overload_name(op)).tags]
 
 
 def apply(call: AtenCall, facts: Facts) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from fedquilt.family.tracing.atoms import Dim, Facts, atom, pin, size, split, unify
 from fedquilt.family.tracing.rules.registry import Dims, aten
 from fedquilt.family.tracing.run import AtenCall
+from fedquilt.hardware.torch_internals import schema_of
 
 
 def unify_all(a: Dims, b: Dims) -> None:
@@ -31,7 +32,7 @@ def argument(call: AtenCall, name: str, default: Any = None) -> Any:
         name: Name of the argument in the schema of the operation.
         default: Result if the schema has neither the argument nor a default value for it.
     """
-    for position, declared in enumerate(call.op._schema.arguments):
+    for position, declared in enumerate(schema_of(call.op).arguments):
         if declared.name == name:
             if position < len(call.args):
                 return call.args[position]

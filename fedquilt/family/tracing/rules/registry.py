@@ -9,7 +9,7 @@ import torch
 
 from fedquilt.family.tracing.atoms import Dim, Facts
 from fedquilt.family.tracing.run import AtenCall
-from fedquilt.hardware.torch_internals import OpOverloadPacket
+from fedquilt.hardware.torch_internals import OpOverloadPacket, qualified_name
 
 aten: Any = torch.ops.aten
 Dims = tuple[Dim, ...]
@@ -28,7 +28,7 @@ def rule(*packets: OpOverloadPacket) -> Callable[[Rule], Rule]:
     """
 
     def register(function: Rule) -> Rule:
-        RULES.update({packet._qualified_op_name: function for packet in packets})
+        RULES.update({qualified_name(packet): function for packet in packets})
         return function
 
     return register
