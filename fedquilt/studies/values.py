@@ -5,6 +5,8 @@
     metrics rmse 1.0 number      the same for an error, which is not a percentage
     best accuracy 1.0 %          the same in the best evaluated round (`Result.best`)
     at 500 accuracy 1.0 %        the same in round 500
+    within 2e9 accuracy 1.0 %    the same in the last evaluated round that had sent at most 2·10^9
+                                 bytes, both ways and all rounds before it included
     rounds_to 0.55 0.5 count     first evaluated round in which share 0.5 has a main figure of 0.55
     bytes_to 0.55 0.5 GB         bytes both ways until then
     macs_to 0.55 0.5 T           multiply-adds of all clients until then
@@ -89,6 +91,11 @@ class TableValue:
                 f"the value {text!r} was asked for; write 'at ROUND KEYS UNIT', as in 'at 500 "
                 "accuracy 1.0 %'."
             )
+        if path[0] == "within" and (len(path) < 3 or not _is_number(path[1])):
+            raise ConfigError(
+                f"the value {text!r} was asked for; write 'within BYTES KEYS UNIT', as in 'within "
+                "2e9 accuracy 1.0 %'."
+            )
         return TableValue(tuple(path), unit)
 
     @property
@@ -100,9 +107,9 @@ class TableValue:
     def depends_on_round(self) -> bool:
         """Return True if only runs that reach some round or target have the value.
 
-        These are values that begin with `at`, `rounds_to`, `bytes_to`, `macs_to` or `seconds_to`.
+        These are values that begin with `at`, `within`, or a key of `_COSTS` such as `bytes_to`.
         """
-        return self.path[0] in (*_COSTS, "at")
+        return self.path[0] in (*_COSTS, "at", "within")
 
     def of(self, result: Result) -> float | Mapping[str, float] | None:
         """Return the number of a run, before its unit is applied. None: the run has no such number.
@@ -123,6 +130,9 @@ class TableValue:
         if first == "at":
             records = [record for record in result.records if record.round == int(keys[0])]
             return _number(_tables(records[0].grades), keys[1:]) if records else None
+        if first == "within":
+            last = _last_grades_within(result, float(keys[0]))
+            return None if last is None else _number(_tables(last), keys[1:])
         totals = {
             "gigabytes": _gigabytes(result),
             "gigabytes_per_round": _gigabytes_per_round(result),
@@ -152,6 +162,22 @@ def _tables(grades: Grades) -> dict[str, Any]:
     Each metric is found under its name, and again under `metrics`.
     """
     return {**grades.metrics, "metrics": grades.metrics}
+
+
+def _last_grades_within(result: Result, num_bytes: float) -> Grades | None:
+    """Return the metrics of the last evaluated round up to which at most `num_bytes` were sent.
+
+    Bytes count in both directions. None: no round was evaluated before more was sent.
+    """
+    sent = 0
+    last = None
+    for record in result.records:
+        sent += record.bytes_down + record.bytes_up
+        if sent > num_bytes:
+            break
+        if record.grades.figures:
+            last = record.grades
+    return last
 
 
 def _gigabytes(result: Result) -> float:

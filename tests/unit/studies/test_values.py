@@ -46,6 +46,12 @@ def run(record):
         ("at 1 accuracy 0.5 %", 0.1),
         ("at 2 accuracy 0.5 %", None),
         ("at 9 accuracy 0.5 %", None),
+        ("within 110 accuracy 1.0 %", 0.2),
+        ("within 329 accuracy 1.0 %", 0.2),  # round 2 was not evaluated
+        ("within 330 accuracy 1.0 %", 0.6),
+        ("within 1e9 accuracy 1.0 %", 0.5),
+        ("within 330 metrics accuracy/svhn 1.0 %", 0.3),
+        ("within 109 accuracy 1.0 %", None),
         ("rounds_to 0.4 0.5 count", 3),
         ("rounds_to 0.4 1 count", 3),
         ("bytes_to 0.4 0.5 MB", 330),
@@ -118,6 +124,8 @@ def test_the_factor_is_that_of_the_unit():
         ("bytes_to 0.5 wide GB", "write 'bytes_to TARGET SHARE UNIT'"),
         ("at accuracy 1.0 %", "write 'at ROUND KEYS UNIT'"),
         ("at 500 %", "write 'at ROUND KEYS UNIT'"),
+        ("within 2GB accuracy 1.0 %", "write 'within BYTES KEYS UNIT'"),
+        ("within 2e9 %", "write 'within BYTES KEYS UNIT'"),
     ],
 )
 def test_a_text_that_is_no_value_is_refused(text, message):
