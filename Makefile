@@ -68,7 +68,7 @@ bench: $(READY)
 	$(BIN)/python bench/flower.py
 	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python bench/gpu.py && $(BIN)/python bench/memory.py && $(BIN)/python bench/fedrescue.py && $(BIN)/python bench/splitmix.py; fi
 
-# Write the tables of docs/results from the stored results.
+# Write the tables and draw the curves of docs/results from the stored results.
 results: $(READY)
 	$(BIN)/python tools/results.py
 

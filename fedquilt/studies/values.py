@@ -104,12 +104,17 @@ class TableValue:
         return UNITS[self.unit][0]
 
     @property
+    def is_cost(self) -> bool:
+        """Return True if the value is a cost until a target, which a run may never reach."""
+        return self.path[0] in _COSTS
+
+    @property
     def depends_on_round(self) -> bool:
         """Return True if only runs that reach some round or target have the value.
 
         These are values that begin with `at`, `within`, or a key of `_COSTS` such as `bytes_to`.
         """
-        return self.path[0] in (*_COSTS, "at", "within")
+        return self.is_cost or self.path[0] in ("at", "within")
 
     def of(self, result: Result) -> float | Mapping[str, float] | None:
         """Return the number of a run, before its unit is applied. None: the run has no such number.

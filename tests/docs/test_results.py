@@ -5,9 +5,11 @@ Other tables are marked as transcribed, with their command.
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,62 @@ def test_a_number_that_no_run_has_is_found(results):
         wrong = marked[0].replace(row, row.replace(number, f"{number[:-1]}{9 - int(number[-1])}"))
         assert wrong != marked[0]
         assert results.filled(wrong) == marked[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_figures_have_the_points_of_the_stored_runs(results, page):
+    """`make results` would draw nothing."""
+    for figure in results.curves_of(page.read_text()):
+        text = (page.parent / figure.file).read_text()
+        assert text.endswith(figure.digest), f"{figure.file}: make results"
+        for name in {row["entry"] for row in figure.rows}:
+            assert f">{name}<" in text
+
+
+def test_curves_are_means_over_seeds_and_count_costs_from_the_first_round(results, tmp_path):
+    """Two seeds with 0.5 and 0.7; rounds that are not evaluated count as costs."""
+    for seed, accuracy in enumerate((0.5, 0.7)):
+        folder = tmp_path / "paper" / f"fedavg-seed{seed}"
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text(json.dumps({"accuracy": {"1.0": accuracy}}))
+        cost = {"seconds": 1.0, "clients": 2, "bytes_down": 2e9, "bytes_up": 1e9, "macs": 4e12}
+        figures = {"accuracy": {"1.0": accuracy}}
+        figures |= {"metrics": dict(figures), "main": "accuracy"}
+        records = [{"round": 1, "loss": 1.0, **cost}, {"round": 2, "loss": 1.0, **cost, **figures}]
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / "rounds.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    page = "<!-- curves\nmetric: {}\nFedAvg: paper/fedavg-*\n-->\n![A](a.svg)\n"
+    (figure,) = results.curves_of(page.format("accuracy"), tmp_path)
+    (point,) = figure.rows
+    assert point == {
+        "entry": "FedAvg",
+        "value": 0.6,
+        "low": pytest.approx(0.6 - 0.02**0.5, abs=1e-6),
+        "high": pytest.approx(0.6 + 0.02**0.5, abs=1e-6),
+        "round": 2.0,
+        "bytes": 6.0,
+        "macs": 8.0,
+    }
+    other = replace(figure, rows=[{**point, "value": 0.61}])
+    assert other.digest != figure.digest
+    with pytest.raises(ValueError, match=r"a\.svg: no stored result has dice of {'FedAvg'}"):
+        results.curves_of(page.format("dice"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "target"),
+    [
+        ("table3-cifar10-fedavg-seed*", "0.8292"),
+        ("table3-hippocampus-fedavg-seed0", "0.8564"),
+        ("table4-fedavg-float-seed0", "0.3838"),
+    ],
+)
+def test_targets_of_progfed_are_98_percent_of_the_last_figure_of_the_baseline(baseline, target):
+    runs = [read_stored(path) for path in (ROOT / "results" / "progfed").glob(baseline)]
+    last = statistics.fmean(run.summary["metrics"][run.main]["1.0"] for run in runs)
+    assert f"{0.98 * last:.4f}" == target
+    page = (ROOT / "docs" / "results" / "progfed.md").read_text()
+    assert f"progfed/{baseline} @ {target}\n" in page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
