@@ -155,7 +155,7 @@ class Theirs:
             "momentum": OPTIMISER.momentum,
             "weight_decay": OPTIMISER.weight_decay,
         }
-        states, indices, held = [], [], [engine.classes_held(client.id) for client in cohort]
+        states, indices, held = [], [], [engine.classes_present(client.id) for client in cohort]
         with self.clock("training"):
             for client, own in zip(cohort, held, strict=True):
                 job = Job(client, run.method.plan(run.server, client, engine.world)[0], self.round)
@@ -181,7 +181,11 @@ class Theirs:
             for client in range(CLIENTS):
                 own = data.test_parts[client]
                 published.evaluate(
-                    whole, inputs[own], targets[own], TESTED, self.run.engine.classes_held(client)
+                    whole,
+                    inputs[own],
+                    targets[own],
+                    TESTED,
+                    self.run.engine.classes_present(client),
                 )
             return published.evaluate(whole, inputs, targets, TESTED) / len(targets)
 

@@ -50,7 +50,7 @@ class Submodel:
     scope: str = ""  # Prefix of the weights' names, if one state has several nets
 
     @property
-    def home(self) -> Index:
+    def unrestricted(self) -> Index:
         """Return the positions on those axes of the member that the index leaves out.
 
         On such an axis the state under this scope has only the member's channels. They are the
@@ -65,10 +65,10 @@ class Submodel:
         )
 
     @property
-    def held(self) -> Index:
-        """Return the positions on all axes of the member, those of `index` and of `home`."""
-        home = self.home
-        return Index({**home, **self.index}) if home else self.index
+    def positions(self) -> Index:
+        """Return the positions on all axes of the member: `index` and `unrestricted` together."""
+        unrestricted = self.unrestricted
+        return Index({**unrestricted, **self.index}) if unrestricted else self.index
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sub-model as values that JSON can hold. `from_dict` reads them."""

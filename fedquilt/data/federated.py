@@ -229,7 +229,7 @@ class FederatedData(Pool):
             test_parts=Parts(positions, self.validation_parts.offsets),
         )
 
-    def held(self, client: int, num_classes: int) -> Tensor:
+    def classes_present(self, client: int, num_classes: int) -> Tensor:
         """Return a mask of the classes that occur among a client's training samples.
 
         Args:

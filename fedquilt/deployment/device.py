@@ -170,7 +170,7 @@ class Device:
         kept = {**(base.states if base else {})}
         kept |= {scope: state for (_, scope), state in outcome.memory.items()}
         positions, weights = initial
-        held = {scope: submodel.held for scope, submodel in positions.items()}
+        held = {scope: submodel.positions for scope, submodel in positions.items()}
         version = Version(
             request.round, digest, answer, kept, HeldWeights(weights, held), positions
         )
@@ -239,7 +239,7 @@ class Device:
             if (submodel := request.initial[number]) is not None:
                 positions[scope] = submodel
                 weights |= {scope + name: value for name, value in received.initial.items()}
-        held = {scope: submodel.held for scope, submodel in positions.items()}
+        held = {scope: submodel.positions for scope, submodel in positions.items()}
         link = device_link(terms.link, arrived)
         whole = Federation(world, terms.method, link, HeldWeights(weights, held))
         engine = OnDevice(
@@ -346,7 +346,7 @@ class Device:
             losses: Mean training loss of each job.
         """
         world = federation.world
-        mask = engine.classes_held(request.client.id)
+        mask = engine.classes_present(request.client.id)
         results = []
         for update, loss in zip(updates, losses, strict=True):
             job = update.job

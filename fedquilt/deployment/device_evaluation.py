@@ -250,11 +250,11 @@ class _Bench:
     def _federation(self, task: EvalTask, sent: TaskWeights) -> Federation:
         """Return the federation with the initial weights that the device has."""
         stored = self.base.initial if self.base else HeldWeights({}, {})
-        held = dict(stored.held)
+        held = dict(stored.positions)
         initial = dict(stored)
         if task.has_initial:
             initial |= sent.initial
-            held |= {net.scope: net.held for net in task.nets}
+            held |= {net.scope: net.positions for net in task.nets}
         received = HeldWeights(initial, held)
         return Federation(self.world, self.terms.method, self.terms.link, received)
 
@@ -280,7 +280,7 @@ class _Bench:
                 federation, states[""], net, request.client.id, self.engine, request.batch_size
             )
         memory = {(request.client.id, scope): state for scope, state in states.items()}
-        held = {net.scope: net.held for net in task.nets}
+        held = {net.scope: net.positions for net in task.nets}
         server = Server(request.round, HeldWeights(sent.weights, held), memory)
         jobs = [Job(request.client, net, request.round) for net in task.nets]
         return own_weights(federation, server, jobs, self.engine, request.batch_size)

@@ -106,7 +106,7 @@ def _version(note: Any, tensors: Mapping[str, Tensor]) -> Version:
     files = tuple(tensors[f"reply/{number}"].numpy().tobytes() for number in range(note["files"]))
     reply = Message(tensors["reply/note"].numpy().tobytes(), files)
     positions = {scope: Submodel.from_dict(plain) for scope, plain in note["positions"]}
-    held = {scope: submodel.held for scope, submodel in positions.items()}
+    held = {scope: submodel.positions for scope, submodel in positions.items()}
     initial = HeldWeights(dict(_below(tensors, "initial/")), held)
     return Version(note["round"], note["request"], reply, states, initial, positions)
 

@@ -302,7 +302,7 @@ class ClientInputs(Engine):
         """
         class_mask = None
         if job.own_classes and job.client is not None:
-            class_mask = self.classes_held(job.client).to(self.device)
+            class_mask = self.classes_present(job.client).to(self.device)
         return EvalSamples(
             job.label,
             job.nets,
@@ -340,14 +340,14 @@ class ClientInputs(Engine):
         """Return the number of training samples of a client."""
         return self.data.size(client)
 
-    def classes_held(self, client: int) -> Tensor:
+    def classes_present(self, client: int) -> Tensor:
         """Return a mask (class,) on the CPU that is True where the client has samples of the class.
 
         If targets are not classes, it is True for every output.
         """
         if self._is_public:
             return torch.ones(self.world.family.num_outputs, dtype=torch.bool)
-        return self._classes.get(client, lambda: classes_held(self.world, self.data, client))
+        return self._classes.get(client, lambda: classes_present(self.world, self.data, client))
 
     def macs(self, client: int, learner: Learner, member: Member, sizes: Sequence[int]) -> int:
         """Return the multiply-accumulate operations of a client in one round.
@@ -450,7 +450,7 @@ def check_downloads(server: Server, job: Job, learner: Learner) -> None:
             )
 
 
-def classes_held(world: World, data: FederatedData, client: int) -> Tensor:
+def classes_present(world: World, data: FederatedData, client: int) -> Tensor:
     """Return a mask (class,) on the CPU that is True where a client has samples of the class.
 
     If the task has no classes, it is True for every output.
@@ -462,4 +462,4 @@ def classes_held(world: World, data: FederatedData, client: int) -> Tensor:
     """
     if not world.task.has_classes:
         return torch.ones(world.family.num_outputs, dtype=torch.bool)
-    return data.held(client, world.family.num_outputs).cpu()
+    return data.classes_present(client, world.family.num_outputs).cpu()

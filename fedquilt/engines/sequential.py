@@ -84,8 +84,12 @@ class Sequential(Simulation):
                 check_state(job, method_state.tensors)
 
             sent_weights = {name: state[name] for name in learner.sent(member)}
-            upload_submodel = learner.upload(member, job.submodel, self.classes_held(job.client.id))
-            narrowed = family.cutter.narrow(sent_weights, job.submodel.held, upload_submodel.held)
+            upload_submodel = learner.upload(
+                member, job.submodel, self.classes_present(job.client.id)
+            )
+            narrowed = family.cutter.narrow(
+                sent_weights, job.submodel.positions, upload_submodel.positions
+            )
             upload = upload_of(federation, job, learner, upload_submodel, narrowed, method_state)
             delivery = send(federation, job, upload, start.known, memory, self.initial)
 
@@ -148,7 +152,7 @@ class Sequential(Simulation):
         member = self.world.family.member(job.submodel)
         state, received = start.state, start.received
         slots = learner.start_slots(state, member) if start.slots is None else start.slots
-        class_mask, losses = self.classes_held(job.client.id).to(self.device), []
+        class_mask, losses = self.classes_present(job.client.id).to(self.device), []
         table = self.teacher_rows(learner, start.extras).table if learner.teacher else None
         with blamed(job, "training"):
             for step, rows in enumerate(batches):
@@ -242,7 +246,9 @@ class Sequential(Simulation):
         pass_key = torch.tensor(self.pass_key(job, learner, client_pass), device=self.device)
         key = noise.fold_in(pass_key, number)
         share = torch.tensor(learner.share, dtype=self.world.dtype, device=self.device)
-        return Batch(inputs, targets, self.classes_held(job.client.id).to(self.device), key, share)
+        return Batch(
+            inputs, targets, self.classes_present(job.client.id).to(self.device), key, share
+        )
 
     def _batch(
         self, job: Job, learner: Learner, rows: Tensor, class_mask: Tensor, step: int

@@ -267,7 +267,7 @@ class Simulation(ClientInputs):
                 sizes = [len(batch) for batch in self.batches(job, learner, start.extras)]
                 up = 0
                 if federation.link.has_fixed_length:
-                    upload = learner.upload(member, job.submodel, self.classes_held(client))
+                    upload = learner.upload(member, job.submodel, self.classes_present(client))
                     up = untrained_upload(federation, job, learner, upload, start)
                 macs = self.macs(client, learner, member, sizes)
                 outcome.charge(client, start.bytes, up, macs, start.first_bytes)

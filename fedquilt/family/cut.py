@@ -130,7 +130,7 @@ class HeldWeights(dict[str, Tensor]):
             held: Positions of all weights of a scope, by scope.
         """
         super().__init__(weights)
-        self.held = dict(held)
+        self.positions = dict(held)
 
 
 class Cutter:
@@ -236,7 +236,7 @@ class Cutter:
         if not whole_weights:
             return {}
         if isinstance(weights, HeldWeights):
-            return self.narrow(whole_weights, weights.held[submodel.scope], submodel.held)
+            return self.narrow(whole_weights, weights.positions[submodel.scope], submodel.positions)
         cut, one_by_one = self._split(submodel, names, whole_weights)
         gathered = {
             name: take(whole_weights[name], self.rows(name, submodel.index)) for name in one_by_one

@@ -27,7 +27,7 @@ class FedNova(FedAvg):
 
     mu: float = 0.0  # Weight of the proximal term. 0: no proximal term.
     paper = "Wang et al. 2020"
-    copies = 2  # RaFL, Table 1: clients send the normalized gradient beside the weights.
+    wire_factor = 2  # RaFL, Table 1: clients send the normalized gradient beside the weights.
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -130,7 +130,7 @@ class ProgFed(Method):
             "local",
             "weighting",
             "server_optimizer",
-            "copies",
+            "wire_factor",
             "ignores_budgets",
             "skips_clients",
             "keeps_nets",
@@ -349,8 +349,8 @@ class ProgFed(Method):
         return self.over.training_step(world)
 
     @override
-    def own(self, server: Server, client: Client, world: World) -> Submodels:
-        nets = self.over.own(server, client, self._tested(server, world))
+    def client_submodels(self, server: Server, client: Client, world: World) -> Submodels:
+        nets = self.over.client_submodels(server, client, self._tested(server, world))
         return tuple(replace(net, arch=replace(net.arch, trains=())) for net in nets)
 
     @override

@@ -509,7 +509,7 @@ class RaFL(Method):
         return nets
 
     @override
-    def own(self, server: Server, client: Client, world: World) -> Submodels:
+    def client_submodels(self, server: Server, client: Client, world: World) -> Submodels:
         """Return the private net of a client.
 
         It is the net in the client's state. Before its first training it is the net for its limits.

@@ -256,7 +256,7 @@ class SplitMix(Method):
         return tuple(self._base(index, world) for index in range(self.affordable(budget, world)))
 
     @override
-    def own(self, server: Server, client: Client, world: World) -> Submodels:
+    def client_submodels(self, server: Server, client: Client, world: World) -> Submodels:
         return tuple(self._base(index, world) for index in range(self._trained(client, world)))
 
     @override

@@ -311,7 +311,7 @@ class _Counter:
             reached: Sub-model at the positions that arrived.
             planned: Sub-model that was trained.
         """
-        held = {**planned.home, **reached.index}
+        held = {**planned.unrestricted, **reached.index}
         for axis in self.axes:
             if axis.name in held and axis.name in self._trained_axes(planned):
                 offset = axis.offsets.get(planned.scope, 0)
@@ -329,7 +329,7 @@ class _Counter:
 
 
 def _num_positions(submodel: Submodel) -> int:
-    return sum(len(positions) for positions in submodel.held.values())
+    return sum(len(positions) for positions in submodel.positions.values())
 
 
 def _axes(run: Run, records: Sequence[Record]) -> tuple[Axis, ...]:

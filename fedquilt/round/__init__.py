@@ -36,12 +36,12 @@ from fedquilt.round.budgets import planned
 from fedquilt.round.client_checks import are_finite
 from fedquilt.round.client_state import memory_of
 from fedquilt.round.deadline import round_seconds, train_until_deadline
-from fedquilt.round.evaluate import Evaluation, grade
+from fedquilt.round.evaluate import Evaluation, evaluate
 from fedquilt.round.fold import Merged, merged_of
 from fedquilt.round.learning import learn
 from fedquilt.round.record import Record
 from fedquilt.round.scores import Grades
-from fedquilt.storage.files import settled
+from fedquilt.storage.files import compact
 from fedquilt.terms import ClientState, Job, Server
 
 if TYPE_CHECKING:
@@ -130,9 +130,9 @@ def run_round(
     new_server = replace(
         server,
         round=server.round + 1,
-        weights=settled(merged.weights),
-        slots={slot: settled(values) for slot, values in merged.slots.items()},
-        extras=settled(merged.extras),
+        weights=compact(merged.weights),
+        slots={slot: compact(values) for slot, values in merged.slots.items()},
+        extras=compact(merged.extras),
     )
     new_server, learnt = learn(federation, new_server, merged, engine)
 
@@ -140,18 +140,18 @@ def run_round(
     grades = Grades()
     if evaluation.due(new_server.round, rounds):
         remembered = replace(new_server, memory=ChainMap(outcome.memory, server.memory))
-        grades = grade(federation, remembered, fleet, engine, evaluation)
+        grades = evaluate(federation, remembered, fleet, engine, evaluation)
 
     total = outcome.total
-    copies = method.copies
+    wire_factor = method.wire_factor
     record = Record(
         round=new_server.round,
         seconds=time.perf_counter() - began,
         clients=len(cohort),
         missing=len(outcome.missing),
-        bytes_down=total.down * copies,
-        bytes_up=total.up * copies,
-        bytes_first=total.first * copies,
+        bytes_down=total.down * wire_factor,
+        bytes_up=total.up * wire_factor,
+        bytes_first=total.first * wire_factor,
         macs=total.macs,
         loss=sum(outcome.losses) / len(outcome.losses) if outcome.losses else None,
         stacks=outcome.stacks,

@@ -125,7 +125,7 @@ def receive(
     link = federation.link
     member = family.member(submodel)
     cutter = family.cutter
-    index = submodel.held
+    index = submodel.positions
     names = learner.names(member)
     shared = learner.received(member)
     with blamed(job, "receiving"):
@@ -141,10 +141,10 @@ def receive(
         else:
             state = cutter.gather(initial, submodel, names)
             if memory:
-                state = cutter.overlay(state, index, memory.weights, memory.submodel.held)
+                state = cutter.overlay(state, index, memory.weights, memory.submodel.positions)
             state |= payload.first
             if arrived:
-                state = cutter.overlay(state, index, arrived.weights, arrived.submodel.held)
+                state = cutter.overlay(state, index, arrived.weights, arrived.submodel.positions)
 
         # Weights that both sides know the client has now, from which its upload is coded.
         reference = known_after(federation, job, shared, arrived, reference)
@@ -155,7 +155,7 @@ def receive(
             slots = learner.start_slots(state, member)
             for slot, values in slots.items():
                 slots[slot] = cutter.overlay(
-                    values, index, memory.slots.get(slot, {}), memory.submodel.held
+                    values, index, memory.slots.get(slot, {}), memory.submodel.positions
                 )
         state_slots: dict[str, State] = {}
         extras: Extras = {}
@@ -193,7 +193,7 @@ def known_after(
     coded = {name: arrived.weights[name] for name in _coded(family.member(job.submodel), names)}
     if not known:
         return coded
-    return family.cutter.overlay(known, job.submodel.held, coded, arrived.submodel.held)
+    return family.cutter.overlay(known, job.submodel.positions, coded, arrived.submodel.positions)
 
 
 def first_names(
@@ -235,7 +235,7 @@ def _state_slots(
         memory: What the client kept from earlier rounds. None: nothing.
     """
     cutter = federation.world.family.cutter
-    index = job.submodel.held
+    index = job.submodel.positions
     names = learner.slotted(federation.world.family.member(job.submodel))
     weights = {name: state[name] for name in names}
     state_slots = {}
@@ -247,7 +247,7 @@ def _state_slots(
         state_slots[slot] = recalled(federation, job, slot, weights, memory)
         if arrived and values is not None:
             state_slots[slot] = cutter.overlay(
-                state_slots[slot], index, values, arrived.submodel.held
+                state_slots[slot], index, values, arrived.submodel.positions
             )
     return state_slots
 
@@ -316,8 +316,8 @@ def upload_of(
     if not learner.state:
         return Payload(upload, weights)
     narrow = federation.world.family.cutter.narrow
-    index = job.submodel.held
-    slots = {slot: narrow(values, index, upload.held) for slot, values in left.sent.items()}
+    index = job.submodel.positions
+    slots = {slot: narrow(values, index, upload.positions) for slot, values in left.sent.items()}
     coded = tuple(name for name in learner.state.coded_extras if name in left.sent_extras)
     return Payload(upload, weights, slots, left.sent_extras, coded)
 
@@ -338,11 +338,11 @@ def untrained_upload(
         start: What it starts from.
     """
     family = federation.world.family
-    index = job.submodel.held
+    index = job.submodel.positions
     member = family.member(job.submodel)
 
     def cut(names: Iterable[str], values: Weights) -> dict[str, Tensor]:
-        return family.cutter.narrow({name: values[name] for name in names}, index, upload.held)
+        return family.cutter.narrow({name: values[name] for name in names}, index, upload.positions)
 
     slots = {slot: cut(learner.slotted(member), start.state) for slot in learner.state.slots_up}
     payload = Payload(upload, cut(learner.sent(member), start.state), slots)
@@ -378,12 +378,12 @@ def send(
     """
     link = federation.link
     cutter = federation.world.family.cutter
-    index = job.submodel.held
+    index = job.submodel.positions
     residual = recalled(federation, job, "residual", known, memory) if link.feedback else {}
     lost = residual
     with blamed(job, "sending"):
         references = [
-            cutter.narrow(values, index, payload.submodel.held) if values else values
+            cutter.narrow(values, index, payload.submodel.positions) if values else values
             for values in (known, residual)
         ]
         arrival = link.up(payload, Transmission(federation.world, job, up=True), *references)
@@ -392,7 +392,9 @@ def send(
                 check_sent(job, arrival.payload.weights.values())
                 check_state(job, in_slots(arrival.payload.slots))
             if arrival.error:  # The residual of what did not arrive stays as it was.
-                lost = cutter.overlay(lost, index, arrival.error, arrival.payload.submodel.held)
+                lost = cutter.overlay(
+                    lost, index, arrival.error, arrival.payload.submodel.positions
+                )
         slots = {"residual": lost} if lost else {}
         # Stored as the change since the first round, so that an empty slot means zero.
         if link.tracks and known:

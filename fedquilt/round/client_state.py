@@ -132,8 +132,8 @@ def recalled(
     """
     values = {name: torch.zeros_like(value) for name, value in like.items()}
     if memory and slot in memory.slots:
-        source = memory.slots[slot], memory.submodel.held
-        values = federation.world.family.cutter.overlay(values, job.submodel.held, *source)
+        source = memory.slots[slot], memory.submodel.positions
+        values = federation.world.family.cutter.overlay(values, job.submodel.positions, *source)
     return values
 
 

@@ -80,9 +80,9 @@ def round_seconds(federation: Federation, outcome: Outcome) -> float | None:
         return None
     if outcome.late:
         return link.deadline
-    return link.clock.slowest(outcome.costs, federation.method.copies)
+    return link.clock.slowest(outcome.costs, federation.method.wire_factor)
 
 
 def _late(federation: Federation, costs: Mapping[int, Spent]) -> dict[int, float]:
     clock = federation.link.clock
-    return {} if clock is None else clock.late(costs, federation.method.copies)
+    return {} if clock is None else clock.late(costs, federation.method.wire_factor)

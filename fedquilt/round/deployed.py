@@ -43,7 +43,7 @@ def client_nets(method: Method, server: Server, client: Client, world: World) ->
     """Return a client's own nets, for a personal method.
 
     Args:
-        method: Its `own` is called.
+        method: Its `client_submodels` is called.
         server: State that the nets are cut from.
         client: Client whose nets are returned.
         world: What the method may look at.
@@ -51,13 +51,13 @@ def client_nets(method: Method, server: Server, client: Client, world: World) ->
     Raises:
         SubmodelError: The client has no net, because the plan of the method skips it.
     """
-    nets = method.own(server, client, world)
+    nets = method.client_submodels(server, client, world)
     if not nets:
         name = type(method).__name__
         raise SubmodelError(
-            f"{name}.own returned no net for client {client.id} (budget {client.budget}), which is "
-            f"tested with its own nets. {name}.plan skips it; override `own` to return what the "
-            "client has."
+            f"{name}.client_submodels returned no net for client {client.id} (budget "
+            f"{client.budget}), which is tested with its own nets. {name}.plan skips it; override "
+            "`client_submodels` to return what the client has."
         )
     return nets
 

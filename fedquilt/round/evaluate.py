@@ -116,7 +116,7 @@ class Evaluation:
         return round == rounds or bool(self.every and round % self.every == 0)
 
 
-def grade(
+def evaluate(
     federation: Federation, server: Server, fleet: Fleet, engine: Engine, how: Evaluation
 ) -> Grades:
     """Test the model that each budget would get, and add the method's own figures.

@@ -80,7 +80,7 @@ class Federation:
             initial = self.initial
             placed: Weights = {name: value.to(device) for name, value in initial.items()}
             if isinstance(initial, HeldWeights):
-                placed = HeldWeights(placed, initial.held)
+                placed = HeldWeights(placed, initial.positions)
             self._placed[device] = placed
         return self._placed[device]
 

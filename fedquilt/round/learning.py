@@ -29,7 +29,7 @@ from fedquilt.round.training.public import POSITIONS
 from fedquilt.round.training.server import TEACHER, Teaching
 from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, run_pass
-from fedquilt.storage.files import settled
+from fedquilt.storage.files import compact
 from fedquilt.terms import Budget, Client, ClientState, Job, Server, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def learn(
         trainer.train()
         macs += trainer.macs
         steps += trainer.steps
-        return replace(state, weights={**state.weights, **settled(trainer.best)})
+        return replace(state, weights={**state.weights, **compact(trainer.best)})
 
     new_server = federation.method.learn(server, merged.outputs, federation.world, train)
     return new_server, Learnt(time.perf_counter() - began, macs, steps)

@@ -94,7 +94,7 @@ class Mean(Fold):
     def add(self, update: Update) -> None:
         weight = client_weight(update, self.weighting, self.cutter)
         effective_steps = update.effective_steps if self.paced else 1.0
-        home = update.job.submodel.home
+        home = update.job.submodel.unrestricted
         for payload in update.sent:
             for piece, parts in self._pieces(payload.submodel.scope, payload.weights).items():
                 scale = weight if piece.is_measured else weight / effective_steps
@@ -110,7 +110,7 @@ class Mean(Fold):
         ]
         for payload_index, state in enumerate(stacked):
             submodel = updates[0].sent[payload_index].submodel
-            home = updates[0].job.submodel.home
+            home = updates[0].job.submodel.unrestricted
             for piece, parts in self._pieces(submodel.scope, state).items():
                 scales = weights if piece.is_measured else ratios
                 if len(updates) == 1:  # There is nothing to sum.

@@ -97,7 +97,7 @@ class Method(OptionalSteps):
 
     paper: ClassVar[str] = ""  # Authors and year of the paper, for tables
     presets: ClassVar[Presets] = {}  # Settings that differ from the defaults, by name
-    copies: ClassVar[int] = 1  # Factor by which the bytes of payloads are charged
+    wire_factor: ClassVar[int] = 1  # Factor by which the bytes of payloads are charged
     ignores_budgets: ClassVar[bool] = False  # True: plans may exceed budgets; runs report how many
     skips_clients: ClassVar[bool] = False  # True: an empty plan leaves a client out of a round
     serves_one_net: ClassVar[bool] = False  # True: devices of all budgets get the same net
@@ -280,7 +280,7 @@ class Method(OptionalSteps):
         learner = learner_of(self, job, world)
         return learner.training_step(world.family.member(world.family.whole), world.precision)
 
-    def own(self, server: Server, client: Client, world: World) -> Submodels:
+    def client_submodels(self, server: Server, client: Client, world: World) -> Submodels:
         """Return a client's own nets, for a personal method: those that it trained last.
 
         By default this is the plan of the last round in which the client trained.

@@ -172,7 +172,7 @@ def kept_weights(
     initial = federation.initial_on(engine.device)
     names = [name for name in federation.world.family.member(net).names if name in initial]
     first = cutter.gather(initial, net, names)
-    state = cutter.overlay(first, net.held, memory.weights, memory.submodel.held)
+    state = cutter.overlay(first, net.positions, memory.weights, memory.submodel.positions)
     if _measures(federation):
         (statistics,) = measured_statistics(federation, [(net, state)], engine, batch_size, client)
         state |= statistics

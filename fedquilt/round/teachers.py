@@ -130,7 +130,7 @@ class Teachers(Fold):
         names = [name for name in member.names if submodel.scope + name in self.server.weights]
         server_weights = cutter.gather(self.server.weights, submodel, names)
         state = cutter.overlay(
-            server_weights, submodel.held, payload.weights, payload.submodel.held
+            server_weights, submodel.positions, payload.weights, payload.submodel.positions
         )
         mode = Pass(train=False, statistics=self.statistics)
         outputs = net_outputs(

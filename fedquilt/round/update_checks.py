@@ -286,10 +286,10 @@ def difference(title: str, values: Mapping[str, Tensor], expected: Shapes) -> st
 
 def _outside(sent: Submodel, upload: Submodel) -> str:
     """Describe positions of `sent` that `upload` does not have, or has in another order."""
-    held = upload.held
-    if sent.arch != upload.arch or sent.held.keys() != held.keys():
+    held = upload.positions
+    if sent.arch != upload.arch or sent.positions.keys() != held.keys():
         return "a net of another member than that of its job"
-    for axis, positions in sent.held.items():
+    for axis, positions in sent.positions.items():
         if not len(positions) or positions != held[axis].keep(positions):
             return f"positions on axis {axis!r} that are not those of its job"
     return ""

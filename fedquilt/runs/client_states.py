@@ -28,7 +28,7 @@ from fedquilt.runs.client_state_logs import (
     entry_name,
     state_size,
 )
-from fedquilt.storage.files import Blob, Written, header, settled, write
+from fedquilt.storage.files import Blob, Written, compact, header, write
 from fedquilt.storage.tensor_files import Bytes
 from fedquilt.terms import ClientState
 
@@ -81,7 +81,7 @@ class ClientStates(MutableMapping[Key, ClientState]):
         self._forget(key)
         self._deleted.discard(key)
         self._changed[key] = None
-        self._hold(key, _settled(state))
+        self._hold(key, _compact(state))
 
     def __delitem__(self, key: Key) -> None:
         if key not in self:
@@ -330,10 +330,10 @@ class Draft:
         return [*self.kept, *self.new]
 
 
-def _settled(state: ClientState) -> ClientState:
-    weights = settled(state.weights)
-    slots = {slot: settled(values) for slot, values in state.slots.items()}
-    return replace(state, weights=weights, slots=slots, extras=settled(state.extras))
+def _compact(state: ClientState) -> ClientState:
+    weights = compact(state.weights)
+    slots = {slot: compact(values) for slot, values in state.slots.items()}
+    return replace(state, weights=weights, slots=slots, extras=compact(state.extras))
 
 
 def _pack_parts(sizes: Mapping[Key, int]) -> Iterator[dict[Key, int]]:

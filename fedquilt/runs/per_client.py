@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedquilt.axes import Index
 from fedquilt.deploy.deploy import check_client
-from fedquilt.engines.client_inputs import classes_held
+from fedquilt.engines.client_inputs import classes_present
 from fedquilt.errors import ConfigError
 from fedquilt.family.rows import inside
 from fedquilt.names import known
@@ -185,7 +185,7 @@ def _device(run: Run, client: Client, figures: _Figures) -> DeviceFigures:
         params += _entries(world.family, upload, slotted) * len(state.slots_up)
         extras = [run.server.extras.get(name) for name in (*state.extras_down, *state.extras_up)]
         params += sum(value.numel() for value in extras if value is not None)
-    params *= method.copies
+    params *= method.wire_factor
     share, label = share_label(method, client.budget, world), method.label(client.budget, world)
     accuracies = figures if world.task.main.name == "accuracy" else (None, None)
     return DeviceFigures(
@@ -195,7 +195,7 @@ def _device(run: Run, client: Client, figures: _Figures) -> DeviceFigures:
 
 def _classes(run: Run, client: Client) -> Tensor:
     """Return a mask (class,) that is True for classes of which a client has samples."""
-    return classes_held(run.world, run.data, client.id)
+    return classes_present(run.world, run.data, client.id)
 
 
 def _entries(family: Family, submodel: Submodel, names: Iterable[str]) -> int:
@@ -207,7 +207,7 @@ def _entries(family: Family, submodel: Submodel, names: Iterable[str]) -> int:
         names: Names of weights.
     """
     sizes = family.layout.sizes | {
-        axis: len(positions) for axis, positions in submodel.held.items()
+        axis: len(positions) for axis, positions in submodel.positions.items()
     }
     return sum(math.prod(family.layout.shape(name, sizes)) for name in names)
 
@@ -294,7 +294,7 @@ def ever_trained(run: Run) -> dict[str, float]:
     for job in planned_jobs(run):
         if (job.round, job.client.id) in late:
             continue
-        received = ((submodel, job.submodel.home) for submodel in arrived(run, job))
+        received = ((submodel, job.submodel.unrestricted) for submodel in arrived(run, job))
         cuts_by_domain.setdefault(domain_of(run, job.client.id), {}).update(dict.fromkeys(received))
     family = run.world.family
     names = [name for name in run.server.weights if name[name.rfind("/") + 1 :] in family.trainable]

@@ -163,7 +163,7 @@ def sync_folder(folder: Path) -> None:
 # --- tensors ------------------------------------------------------------------------------------
 
 
-def settled(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def compact(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors as they would be read back from a file: contiguous, each in its own memory.
 
     Tensors that are so already are detached and share their memory with `weights`. The others are

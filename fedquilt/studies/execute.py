@@ -21,7 +21,7 @@ from typing_extensions import override
 from fedquilt.config.writing import write as plain_settings
 from fedquilt.errors import ConfigError, DivergenceError, RecordError
 from fedquilt.round import Record
-from fedquilt.round.evaluate import grade
+from fedquilt.round.evaluate import evaluate
 from fedquilt.round.labels import labels_by_share
 from fedquilt.runs.experiment import Experiment, Ground
 from fedquilt.runs.folder import Folder
@@ -332,7 +332,7 @@ def _diverged(run: Run) -> dict[str, Any]:
     """
     grades = run.grades
     if not run.records or not run.records[-1].grades.main:
-        grades = grade(run.federation, run.server, run.fleet, run.engine, run.evaluation)
+        grades = evaluate(run.federation, run.server, run.fleet, run.engine, run.evaluation)
     return {
         "accuracy": grades.accuracy,
         "metrics": grades.metrics,

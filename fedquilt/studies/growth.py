@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from fedquilt.engines.client_inputs import classes_held
+from fedquilt.engines.client_inputs import classes_present
 from fedquilt.errors import ConfigError
 from fedquilt.methods.progfed import ProgFed
 from fedquilt.methods.progfed_stages import num_stages
@@ -100,18 +100,18 @@ def total_cost(run: Run, rounds: int) -> Spent:
     """
     count = _Count(run)
     down = up = macs = 0
-    clock, copies = run.link.clock, run.method.copies
+    clock, wire_factor = run.link.clock, run.method.wire_factor
     jobs = planned_jobs(replace(run, server=replace(run.server, round=rounds)))
     for _, cohort in groupby(jobs, key=lambda job: job.round):
         outcome = Outcome()
         for job in cohort:
             outcome.charge(job.client.id, *count.of(job))
-        late = clock.late(outcome.costs, copies) if clock else {}
+        late = clock.late(outcome.costs, wire_factor) if clock else {}
         total = outcome.total
         down += total.down
         up += total.up - sum(outcome.costs[client].up for client in late)
         macs += total.macs
-    return Spent(down * copies, up * copies, macs)
+    return Spent(down * wire_factor, up * wire_factor, macs)
 
 
 class _Count:
@@ -149,7 +149,9 @@ class _Count:
     def _cost(self, job: Job, learner: Learner) -> Spent:
         run, client = self.run, job.client.id
         member = run.world.family.member(job.submodel)
-        uploaded = learner.upload(member, job.submodel, classes_held(run.world, run.data, client))
+        uploaded = learner.upload(
+            member, job.submodel, classes_present(run.world, run.data, client)
+        )
         key = job.submodel, uploaded
         if key not in self.traffic:
             self.traffic[key] = self._bytes(job, learner, uploaded)

@@ -39,7 +39,7 @@ def test_a_published_round_is_a_round(
     )
     weights = {name: value.clone() for name, value in method.init(run.world).weights.items()}
     states, indices = [], []
-    held = [run.engine.classes_held(id) for id in range(data.num_clients)]
+    held = [run.engine.classes_present(id) for id in range(data.num_clients)]
     for id, own in enumerate(held):
         client = run.fleet.client(id, 0, 0, data.size(id))
         job = Job(client, method.plan(run.server, client, run.world)[0], 0)

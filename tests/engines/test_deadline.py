@@ -98,7 +98,7 @@ class Case:
         self.parts, self.fleet, self.play = (method, family, data), fleet, play
         first = noted(Sequential)(data, precision="fp64")
         self.run(first, link, rounds=1)
-        times = sorted(link.clock.times(first.costs[0], method.copies).values())
+        times = sorted(link.clock.times(first.costs[0], method.wire_factor).values())
         middle = len(times) // 2
         self.plain, self.link = link, with_deadline(link, (times[middle - 1] + times[middle]) / 2)
         self.runs = {name: self.run(name, self.link) for name in engines}

@@ -17,7 +17,7 @@ from fedquilt.engines.sequential import Sequential
 from fedquilt.errors import ConfigError
 from fedquilt.family.cut import prefix
 from fedquilt.methods import METHODS, FedAvg, HeteroFL
-from fedquilt.round.evaluate import grade
+from fedquilt.round.evaluate import evaluate
 from fedquilt.round.norm_statistics import mean_statistics, measured
 from fedquilt.round.record import Record
 from fedquilt.round.wire import Message
@@ -164,7 +164,7 @@ def trained(name, family, data, play, samples=NOTHING, rounds=1, shares=(1.0,), 
 
 def graded(run, **changes):
     how = replace(EVERY, **changes)
-    return grade(run.federation, run.server, run.fleet, run.engine, how)
+    return evaluate(run.federation, run.server, run.fleet, run.engine, how)
 
 
 @pytest.fixture

@@ -230,15 +230,17 @@ def test_moving_windows_keep_values_at_other_positions(engine, make_data):
             same = {name: value}
             expected = cutter.overlay(
                 {name: new.slots["momentum"][name].clone()},
-                new.submodel.held,
+                new.submodel.positions,
                 same,
-                old.submodel.held,
+                old.submodel.positions,
             )
             if name in member.trainable:  # Positions inside of the window were trained again.
                 here = cutter.narrow(
-                    {name: new.slots["momentum"][name]}, new.submodel.held, submodel.held
+                    {name: new.slots["momentum"][name]}, new.submodel.positions, submodel.positions
                 )
-                expected = cutter.overlay(expected, new.submodel.held, here, submodel.held)
+                expected = cutter.overlay(
+                    expected, new.submodel.positions, here, submodel.positions
+                )
             assert torch.equal(new.slots["momentum"][name], expected[name])
         assert set(member.trainable) <= set(new.slots["momentum"])
     assert parts(memories[-1].slots["momentum"]) == {"E1", "G1", "E2", "G2", "E3", "G3"}

@@ -273,7 +273,7 @@ def test_positions_of_a_teacher_that_a_link_lost_are_the_servers(perceptron, mak
     (update,) = received(run, (1.0,), (8,))
     (payload,) = update.sent
     part = perceptron.part(payload.submodel, 0.5)
-    narrow = perceptron.cutter.narrow(payload.weights, payload.submodel.held, part.held)
+    narrow = perceptron.cutter.narrow(payload.weights, payload.submodel.positions, part.positions)
     arrived = replace(update, sent=(Payload(part, narrow),))
     own, theirs = in_scope(run.server.weights, "share1/"), payload.weights
     filled = {
@@ -301,7 +301,7 @@ def test_rows_of_classes_that_a_client_does_not_send_are_the_servers(perceptron,
     learner = FedDF(local=replace(LOCAL, masked="client")).learner(update.job, run.world)
     member = perceptron.member(payload.submodel)
     part = learner.upload(member, payload.submodel, torch.tensor([True, False, True]))
-    narrow = perceptron.cutter.narrow(payload.weights, payload.submodel.held, part.held)
+    narrow = perceptron.cutter.narrow(payload.weights, payload.submodel.positions, part.positions)
     arrived = replace(update, sent=(Payload(part, narrow),))
     filled = {name: value.clone() for name, value in payload.weights.items()}
     for name in ("last.weight", "last.bias"):

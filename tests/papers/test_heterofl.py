@@ -52,7 +52,7 @@ def test_inputs_and_classes_are_never_cut(residual):
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_rows_of_classes_nobody_holds_keep_their_value(engine, perceptron, play, make_data):
     data = make_data(perceptron, (6, 6), labels=1)  # client 0 holds class 0, client 1 holds class 1
-    assert [data.held(client, 3).tolist() for client in (0, 1)] == [
+    assert [data.classes_present(client, 3).tolist() for client in (0, 1)] == [
         [True, False, False],
         [False, True, False],
     ]

@@ -186,7 +186,7 @@ def test_a_state_of_another_architecture_is_kept_and_a_new_one_started(make_data
         torch.equal(value, of_net(dict(kept), "small")[name]) for name, value in before.items()
     )
     assert of_net(dict(kept), "big")
-    (private,) = run.method.own(run.server, wide.client(1, 1, 0, 4), run.world)
+    (private,) = run.method.client_submodels(run.server, wide.client(1, 1, 0, 4), run.world)
     assert private.arch.variant == "big"
 
     caplog.clear()

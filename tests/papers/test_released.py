@@ -100,7 +100,7 @@ class Rounds:
                 job = Job(client, self.run.method.plan(server, client, engine.world)[0], round)
                 learner = self.run.method.learner(job, engine.world)
                 batches = [
-                    engine._batch(job, learner, rows, engine.classes_held(id), step)
+                    engine._batch(job, learner, rows, engine.classes_present(id), step)
                     for step, rows in enumerate(engine.batches(job, learner))
                 ]
                 yield round, id, share, [(batch.inputs, batch.targets) for batch in batches]

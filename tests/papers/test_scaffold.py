@@ -333,7 +333,7 @@ def test_both_vectors_are_charged_both_ways_and_option_1_for_its_pass(
     plain = play(FedAvg(local=LOCAL), perceptron, data, engine=engine).records[0]
     second = play(Scaffold(local=LOCAL), perceptron, data, engine=engine).records[0]
     first = play(Scaffold(local=LOCAL, option="I"), perceptron, data, engine=engine).records[0]
-    assert Scaffold.copies == 1
+    assert Scaffold.wire_factor == 1
     assert (second.bytes_down, second.bytes_up) == (2 * plain.bytes_down, 2 * plain.bytes_up)
     assert (first.bytes_down, first.bytes_up) == (second.bytes_down, second.bytes_up)
     assert second.macs == plain.macs

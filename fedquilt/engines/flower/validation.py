@@ -220,7 +220,7 @@ class ReplyReader:
             known = sent.known
             if known:
                 cutter = self.federation.world.family.cutter
-                known = cutter.narrow(known, job.submodel.held, outline.submodel.held)
+                known = cutter.narrow(known, job.submodel.positions, outline.submodel.positions)
             payload = _unpacked(link, packet, outline, transmission, known)
             self._check_change(job, payload)
             payloads = (payload,)

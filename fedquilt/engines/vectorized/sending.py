@@ -40,7 +40,7 @@ def fold_stack(engine: Vectorized, stack: Stack, fold: Fold, outcome: Outcome) -
     clients_by_upload: dict[Submodel, list[int]] = {}
     for client, job in enumerate(stack.jobs):
         clients_by_upload.setdefault(
-            learner.upload(member, job.submodel, engine.classes_held(job.client.id)), []
+            learner.upload(member, job.submodel, engine.classes_present(job.client.id)), []
         ).append(client)
     sent_weights = {name: stack.state[name] for name in learner.sent(member)}
     for upload, clients in clients_by_upload.items():
@@ -48,8 +48,8 @@ def fold_stack(engine: Vectorized, stack: Stack, fold: Fold, outcome: Outcome) -
             sent_weights if len(clients) == len(stack.jobs) else some_clients(sent_weights, clients)
         )
         # Clients of one stack that upload the same positions also trained the same positions.
-        positions = stack.jobs[clients[0]].submodel.held
-        state = family.cutter.narrow(group_weights, positions, upload.held, lead=1)
+        positions = stack.jobs[clients[0]].submodel.positions
+        state = family.cutter.narrow(group_weights, positions, upload.positions, lead=1)
         _send(engine, stack, clients, upload, state, fold, outcome)
 
 

@@ -113,7 +113,7 @@ def build_stack(
     batches = [
         engine.batches(job, learner, start.extras) for job, start in zip(jobs, starts, strict=True)
     ]
-    class_masks = [engine.classes_held(job.client.id) for job in jobs]
+    class_masks = [engine.classes_present(job.client.id) for job in jobs]
     return Stack(
         server=server,
         received_bytes=[start.bytes for start in starts],

@@ -94,13 +94,25 @@ def first_batch(batch: Batch) -> Batch:
     """Return the batch of the first client, without the client dimension."""
     taught = None if batch.taught is None else batch.taught[0]
     return Batch(
-        batch.inputs[0], batch.targets[0], batch.held[0], batch.key[0], batch.share[0], taught
+        batch.inputs[0],
+        batch.targets[0],
+        batch.classes_present[0],
+        batch.key[0],
+        batch.share[0],
+        taught,
     )
 
 
 def batch_tensors(batch: Batch) -> list[Tensor]:
     """Return the tensors of a batch that are not None."""
-    values = (batch.inputs, batch.targets, batch.held, batch.key, batch.share, batch.taught)
+    values = (
+        batch.inputs,
+        batch.targets,
+        batch.classes_present,
+        batch.key,
+        batch.share,
+        batch.taught,
+    )
     return [value for value in values if value is not None]
 
 

@@ -63,17 +63,17 @@ class Clock:
         """Raise a ConfigError if the length of a list does not divide `num_clients`."""
         check_lengths(self, num_clients, "down", "up", "latency", "compute")
 
-    def slowest(self, costs: Mapping[int, tuple[int, ...]], copies: int = 1) -> float:
+    def slowest(self, costs: Mapping[int, tuple[int, ...]], wire_factor: int = 1) -> float:
         """Return the seconds that the slowest client takes, or 0 if there is no client.
 
         Args:
             costs: Bytes received, bytes sent and multiply-adds of each client, by its number.
                 Further values are ignored.
-            copies: Factor by which bytes are multiplied. 1 has no effect.
+            wire_factor: Factor by which bytes are multiplied. 1 has no effect.
         """
-        return max(self.times(costs, copies).values(), default=0.0)
+        return max(self.times(costs, wire_factor).values(), default=0.0)
 
-    def late(self, costs: Mapping[int, tuple[int, ...]], copies: int = 1) -> dict[int, float]:
+    def late(self, costs: Mapping[int, tuple[int, ...]], wire_factor: int = 1) -> dict[int, float]:
         """Return the seconds of each client that takes longer than the deadline, by its number.
 
         The result is empty if there is no deadline.
@@ -81,26 +81,26 @@ class Clock:
         Args:
             costs: Bytes received, bytes sent and multiply-adds of each client, by its number.
                 Further values are ignored.
-            copies: Factor by which bytes are multiplied. 1 has no effect.
+            wire_factor: Factor by which bytes are multiplied. 1 has no effect.
         """
         if self.deadline is None:
             return {}
         return {
             id: seconds
-            for id, seconds in self.times(costs, copies).items()
+            for id, seconds in self.times(costs, wire_factor).items()
             if seconds > self.deadline
         }
 
-    def times(self, costs: Mapping[int, tuple[int, ...]], copies: int = 1) -> dict[int, float]:
+    def times(self, costs: Mapping[int, tuple[int, ...]], wire_factor: int = 1) -> dict[int, float]:
         """Return the seconds that each client takes to receive, train and send, by its number.
 
         Args:
             costs: Bytes received, bytes sent and multiply-adds of each client, by its number.
                 Further values are ignored.
-            copies: Factor by which bytes are multiplied. 1 has no effect.
+            wire_factor: Factor by which bytes are multiplied. 1 has no effect.
         """
         return {
-            id: self.seconds(id, down * copies, up * copies, macs)
+            id: self.seconds(id, down * wire_factor, up * wire_factor, macs)
             for id, (down, up, macs, *_) in costs.items()
         }
 

@@ -231,12 +231,14 @@ def part(payload: Payload, reach: Submodel, transmission: Transmission) -> Paylo
     """
     if reach is payload.submodel:
         return payload
-    narrow, sent_index = transmission.world.family.cutter.narrow, payload.submodel.held
-    slots = {slot: narrow(values, sent_index, reach.held) for slot, values in payload.slots.items()}
+    narrow, sent_index = transmission.world.family.cutter.narrow, payload.submodel.positions
+    slots = {
+        slot: narrow(values, sent_index, reach.positions) for slot, values in payload.slots.items()
+    }
     return replace(
         payload,
         submodel=reach,
-        weights=narrow(payload.weights, sent_index, reach.held),
+        weights=narrow(payload.weights, sent_index, reach.positions),
         slots=slots,
     )
 

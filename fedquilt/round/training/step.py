@@ -30,7 +30,7 @@ class Batch:
 
     inputs: Tensor  # (sample, …).
     targets: Tensor  # (sample, …).
-    held: Tensor  # (class,) True where the client has samples of the class.
+    classes_present: Tensor  # (class,) True where the client has samples of the class.
     key: Tensor  # () Random key of the step.
     # () Share of the client's net, which the scaler divides by. 1 has no effect.
     share: Tensor = field(default_factory=lambda: torch.ones(()))
@@ -86,7 +86,7 @@ def gradient(
 
     def loss_of(weights: State) -> tuple[Tensor, tuple[Tensor, State]]:
         all_weights = {**weights, **fixed}
-        sample = batch.inputs, batch.targets, batch.held
+        sample = batch.inputs, batch.targets, batch.classes_present
         view = View(
             member,
             all_weights,
@@ -127,7 +127,7 @@ def run_pass(
         received: Weights and slots that the client started from.
         batch: The batch.
     """
-    sample = batch.inputs, batch.targets, batch.held
+    sample = batch.inputs, batch.targets, batch.classes_present
     view = View(
         member,
         state,
@@ -215,7 +215,7 @@ def grouped_gradient(
         if member in objective.nets(member):
             shares = batch.share if mode.scaler else None
             logits = net({**weights, **fixed}, batch.inputs, member.class_dim, shares)
-        client_batch = (batch.inputs, batch.targets, batch.held, batch.key, batch.share)
+        client_batch = (batch.inputs, batch.targets, batch.classes_present, batch.key, batch.share)
         dims = (0, 0, 0, None if batch.taught is None else 0, None if logits is None else 0)
         losses = vmap(loss_of_client, dims)(
             {**weights, **fixed}, received, client_batch, batch.taught, logits

@@ -198,22 +198,22 @@ def test_classes_of_data_without_classes_are_an_error():
     with pytest.raises(
         DataError, match=r"which classes client 1 holds; it has a real target each.*need one class"
     ):
-        real.held(1, 3)
+        real.classes_present(1, 3)
     with pytest.raises(DataError, match=r"3 classes were announced; targets are torch\.float32"):
         Pool.of((X, Y / 2), (X, Y / 2), num_classes=3)
 
 
 def test_classes_of_a_client_ignore_padding():
     data = of((X, torch.tensor([0, 2, -100, 1, 1, 1])))
-    assert data.held(0, 3).tolist() == [True, False, True]
-    assert data.held(1, 4).tolist() == [False, True, False, False]
+    assert data.classes_present(0, 3).tolist() == [True, False, True]
+    assert data.classes_present(1, 4).tolist() == [False, True, False, False]
 
 
 def test_classes_of_sequences_are_all_their_tokens():
     tokens = torch.tensor([[0, 1], [1, 1], [3, -100]])
     data = of((tokens, tokens), (tokens, tokens), [[0, 1], [2]])
-    assert data.held(0, 4).tolist() == [True, True, False, False]
-    assert data.held(1, 4).tolist() == [False, False, False, True]
+    assert data.classes_present(0, 4).tolist() == [True, True, False, False]
+    assert data.classes_present(1, 4).tolist() == [False, False, False, True]
 
 
 def test_samples_take_the_dtype_and_tokens_stay_whole():

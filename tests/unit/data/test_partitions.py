@@ -181,7 +181,7 @@ def test_labels_are_as_many_as_asked_in_training_and_test(clients, classes, data
 
 def test_labels_are_assigned_evenly():
     data = pool_of(1000, classes=10).partition(10, Labels(2))
-    holders = torch.stack([data.held(client, 10) for client in range(10)]).sum(0)
+    holders = torch.stack([data.classes_present(client, 10) for client in range(10)]).sum(0)
     assert holders.tolist() == [2] * 10
 
 
@@ -191,7 +191,7 @@ def test_labels_use_only_classes_that_occur():
     data = Pool.of((torch.zeros(40, 1), targets), (torch.zeros(40, 1), targets)).partition(
         4, Labels(2)
     )
-    assert {int(data.held(client, 5).sum()) for client in range(4)} == {2}
+    assert {int(data.classes_present(client, 5).sum()) for client in range(4)} == {2}
 
 
 def test_impossible_labels_are_refused():

@@ -352,7 +352,8 @@ def test_the_norms_of_a_single_client_are_as_if_averaged(method, engine, residua
         for norm in ("per_client-all", "tracked")
     ]
     own, tracked = (
-        run.method.own(run.server, run.fleet.client(0, 2, 0, 9), run.world) for run in runs
+        run.method.client_submodels(run.server, run.fleet.client(0, 2, 0, 9), run.world)
+        for run in runs
     )
     assert own == tracked
     one, other = (

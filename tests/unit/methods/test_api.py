@@ -59,7 +59,7 @@ def test_what_the_steps_of_a_method_take_and_return_can_be_imported():
         "learner",
         "fold",
         "deploy",
-        "own",
+        "client_submodels",
         "label",
         "candidates",
         "ranked",

@@ -48,7 +48,7 @@ def view_of(
         weights,
         batch.inputs,
         batch.targets,
-        batch.held,
+        batch.classes_present,
         start,
         Pass(**mode),
         batch.key,

@@ -468,7 +468,8 @@ def test_a_skipped_client_has_no_own_net_to_test(perceptron, play, make_data):
 
     data = make_data(perceptron, (6, 6))
     with pytest.raises(
-        SubmodelError, match=r"Personal.own returned no net for client 1 .*override `own`"
+        SubmodelError,
+        match=r"Personal.client_submodels returned no net for client 1 .*override `client_sub",
     ):
         play(Personal(), perceptron, data, (1.0, 1.0))
 

@@ -215,7 +215,7 @@ def test_local_accuracy_is_the_servers_model_on_each_clients_own_data(
         own = []
         for id, part in enumerate(data.test_parts):
             logits = model(run.data.test_inputs[part]).detach()
-            logits = logits.masked_fill(~run.engine.classes_held(id), logit)
+            logits = logits.masked_fill(~run.engine.classes_present(id), logit)
             own.append(float((logits.argmax(1) == data.test_targets[part]).double().mean()))
         found[absent] = run.records[-1].grades.metrics["local_accuracy"]
         assert found[absent] == {"1.0": pytest.approx(sum(own) / 3, abs=1e-12)}
@@ -487,7 +487,7 @@ def test_a_client_is_tested_on_what_it_trained_last(method, residual, make_data)
     for client in {fleet.draw_cohort(round, 0)[0] for round in range(4)}:
         last = max(round for round in range(4) if fleet.draw_cohort(round, 0)[0] == client)
         asked = fleet.client(client, 4, 0, 6)
-        assert method.own(run.server, asked, run.world) == tuple(
+        assert method.client_submodels(run.server, asked, run.world) == tuple(
             method.plan(replace(run.server, round=last), asked, run.world)
         )
         module = run.deploy(fq.Budget(share=0.5), client=client)

@@ -252,7 +252,7 @@ def test_classes_are_not_counted_where_they_do_not_matter(residual, make_data, p
     """Counting the targets of every client in every round would take long."""
     link = fq.Link(loss=fq.links.ColumnLoss(0.0, 1e-12))
     run = play(with_local(FedAvg(), batch_size=4), residual, make_data(residual, (8,)), link=link)
-    monkeypatch.setattr(per_client, "classes_held", None)
+    monkeypatch.setattr(per_client, "classes_present", None)
     assert per_client.ever_trained(run) == {"": 1.0}
 
 

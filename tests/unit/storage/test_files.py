@@ -39,12 +39,12 @@ def test_dtypes_that_the_format_lacks_are_named():
 
 def test_settled_tensors_do_not_keep_larger_ones_alive():
     stack = torch.randn(100, 4, 3)
-    one = files.settled({"w": stack[7].t()})["w"]
+    one = files.compact({"w": stack[7].t()})["w"]
     assert torch.equal(one, stack[7].t())
     assert one.is_contiguous()
     assert one.untyped_storage().nbytes() == one.nbytes
     # no copy where none is needed
-    assert files.settled({"w": one})["w"].data_ptr() == one.data_ptr()
+    assert files.compact({"w": one})["w"].data_ptr() == one.data_ptr()
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):

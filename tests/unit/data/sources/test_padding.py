@@ -219,7 +219,7 @@ def test_the_classes_of_a_client_are_those_in_its_masks():
     y[1, 0, 0], y[3, 1, 1], y[2] = 2, 1, -100
     data = Pool.of((x, y), (x, y)).with_parts([[0, 1], [2, 3]])
     assert data.num_classes == 3
-    assert [data.held(client, 3).tolist() for client in (0, 1)] == [
+    assert [data.classes_present(client, 3).tolist() for client in (0, 1)] == [
         [True, False, True],
         [True, True, False],
     ]

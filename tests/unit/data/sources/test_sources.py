@@ -42,7 +42,7 @@ def test_digits(labels):
     assert data.inputs.shape[1:] == (1, 8, 8)
     assert 0 <= float(data.inputs.min()) <= float(data.inputs.max()) <= 1
     assert data.num_clients == len(data.test_parts) == 20
-    held = [int(data.held(client, 10).sum()) for client in range(20)]
+    held = [int(data.classes_present(client, 10).sum()) for client in range(20)]
     assert set(held) == {2} if labels else min(held) >= 8
 
 

@@ -122,8 +122,8 @@ def test_whole_texts_are_held_out_not_pieces_of_them(tmp_path):
 def test_clients_hold_the_words_they_say():
     texts = Texts(["a", "b"], ["x", "y"])
     data = predict_words(texts, texts, "t").partition(partition=Natural())
-    assert data.held(0, 6).nonzero().flatten().tolist() == [EOS, A]
-    assert data.held(1, 6).nonzero().flatten().tolist() == [EOS, B]
+    assert data.classes_present(0, 6).nonzero().flatten().tolist() == [EOS, A]
+    assert data.classes_present(1, 6).nonzero().flatten().tolist() == [EOS, B]
 
 
 @pytest.mark.parametrize(
