@@ -318,12 +318,17 @@ class ClientInputs(Engine):
     def _eval_positions(self, job: EvalJob) -> Tensor:
         """Return the positions of all samples of an evaluation.
 
-        For "training" they are those of all clients in random order, for "validation" the client's
-        or else all. For "test" they are the client's test samples, or the whole test set if clients
-        have none. Test positions refer to the test set, all others to the training set.
+        For "training" they are the client's or else those of all clients, in random order and at
+        most `MAX_CALIBRATION_SAMPLES`. For "validation" they are the client's or else all. For
+        "test" they are the client's test samples, or the whole test set if clients have none. Test
+        positions refer to the test set, all others to the training set.
         """
         if job.on == "training":
-            return self.pooled
+            if job.client is None:
+                return self.pooled
+            # The order is that of `pooled` on the client's own device, which has no other samples.
+            samples = self.data.parts[job.client]
+            return samples[self._pooled_order(len(samples))][:MAX_CALIBRATION_SAMPLES]
         if job.on == "validation":
             validation_parts = self.data.validation_parts
             if job.client is None or validation_parts is None:
@@ -397,9 +402,12 @@ class ClientInputs(Engine):
         seed = self.world.seed
         if name not in self._orders or self._orders[name][0] != seed:
             samples = parts.order
-            order = noise.order(noise.key(noise.Stream.POOLED_ORDER, seed), len(samples))
-            self._orders[name] = seed, samples[order]
+            self._orders[name] = seed, samples[self._pooled_order(len(samples))]
         return self._orders[name][1]
+
+    def _pooled_order(self, count: int) -> Tensor:
+        """Return positions 0 to `count` − 1 in an order that depends only on the world's seed."""
+        return noise.order(noise.key(noise.Stream.POOLED_ORDER, self.world.seed), count)
 
     def check_finite(self, job: Job, losses: Tensor, updates: Sequence[Tensor]) -> None:
         """Refuse losses and weights that are not finite, before they enter the server's state.

@@ -123,7 +123,8 @@ class RaFL(Method):
     The reported accuracy is that of the server's knowledge net. Metrics of clients have the
     multiply-adds of the private net as keys, and are labelled with the limit. `private_accuracy`
     and `client_knowledge_accuracy` are means over clients on the whole test set.
-    `local_private_accuracy` is measured on the client's own test samples.
+    `local_private_accuracy` is measured on the client's own test samples. With
+    `evaluation.training`, `training_private_accuracy` is measured on its training samples.
 
     The paper states neither optimizer nor epochs. The preset `released` has the losses of the
     released code. Clients use squared differences of logits, one net after the other, and the

@@ -44,8 +44,8 @@ class EvalJob:
     absent: float = -torch.inf  # Logit of the classes that the client lacks.
     robustness: float = 0.0  # Mixing weight of dual norms, from 0 (clean) to 1 (robust).
     attack: PGD | None = None  # Attack on the samples. None: they stay unchanged.
-    # Set of samples to test on. Training samples are those of all clients, mixed. So are validation
-    # samples if no client is named.
+    # Set of samples to test on. If no client is named, training and validation samples are those of
+    # all clients, mixed.
     on: SampleSet = "test"
     limit: int | None = None  # Most samples to test on. None: all of the set.
     # Origin of the weights. If clients keep state on devices, `weights` has only what the server

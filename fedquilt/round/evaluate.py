@@ -66,6 +66,9 @@ class Evaluation:
     clients: int = 100  # Most clients that a mean over clients is computed from
     # Also test the widest model on each client's own test samples, if clients have some
     per_client: bool = True
+    # Also test nets that clients keep on each client's own training samples. Without such nets it
+    # has no effect
+    training: bool = False
     # Treatment of classes that a client lacks in its own test: never predicted, or a logit of zero
     absent: Absent = "hidden"
     # Also report the main metric on each domain of the test set, if it has any
@@ -151,6 +154,8 @@ def _kept_by_clients(
     federation: Federation, server: Server, fleet: Fleet, engine: Engine, how: Evaluation
 ) -> dict[str, dict[str, float]]:
     """Test the nets that clients keep, on all test samples and on each client's own.
+
+    They are also tested on each client's training samples if `how.training` is set.
 
     At most `how.clients` clients are tested, among those with a memory.
 

@@ -103,8 +103,10 @@ def tests_of_kept_nets(
     """Yield tests of the nets that a client keeps, each with the name of its metric.
 
     A net named `private` gives `private_accuracy` on all test samples. If clients have test samples
-    of their own, `local_private_accuracy` on those follows. Only the latter is possible for nets on
-    real devices, because neither they nor the samples leave them.
+    of their own, `local_private_accuracy` on those follows. If `how.training` is set,
+    `training_private_accuracy` is that on the client's training samples, of which at most 65,536
+    are used. The first is not possible for nets on real devices, because neither they nor the
+    samples leave them.
 
     Args:
         federation: World, method and link.
@@ -130,6 +132,9 @@ def tests_of_kept_nets(
         if how.per_client and engine.tests_by_client:
             client_test = replace(test, client=client.id, own_classes=own_classes, absent=how.logit)
             yield f"local_{name}_{main}", client_test
+        if how.training:
+            training_test = replace(test, client=client.id, on="training")
+            yield f"training_{name}_{main}", training_test
 
 
 def _with_names(federation: Federation, memory: ClientState, client: Client) -> ClientState:

@@ -52,10 +52,12 @@ def test_pairs_of_nets_give_the_same_numbers_on_devices(name, link, play, make_d
     family = plain_pairs()
     data = make_data(family, RAGGED, labels=2, public=NUM_PUBLIC)
     fleet = fq.Fleet.of(limits(family), 6, cohort=5, dynamic=True)
-    options = {"fleet": fleet, "link": LINKS.get(link, fq.Link())}
+    how = fq.Evaluation(training=True)
+    options = {"fleet": fleet, "link": LINKS.get(link, fq.Link()), "evaluation": how}
     truth, other, courier = trained_both_ways(RAFL[name], family, data, play, **options)
     assert_same_training(truth, other)
     assert_same_states(truth.server.memory, device_states(courier, other))
+    assert "training_private_accuracy" in other.metrics
     for metric, expected in truth.metrics.items():
-        if metric.startswith("local_"):
+        if metric.startswith(("local_", "training_")):
             assert other.metrics[metric] == pytest.approx(expected, abs=1e-9), metric

@@ -71,6 +71,32 @@ def test_what_is_reported_by_limit_is_what_plain_modules_give(make_data):
     assert [labels[key] for key in run.metrics["private_accuracy"]] == ["56 MACs", "77 MACs"]
 
 
+def test_nets_that_clients_keep_are_tested_on_their_own_training_samples(make_data):
+    """The basis of Figure 3. Clients 0 and 2 have the small net, 1 and 3 the big one."""
+    family = plain_pairs()
+    how = fq.Evaluation(every=0, training=True)
+    run = start(RaFL(local=LOCAL), family, make_data(family, SIZES), evaluation=how).train(2)
+    for name, clients in (("small", (0, 2)), ("big", (1, 3))):
+        key = str(float(family.cost(family.at(name).whole).macs))
+        means = {"training_private_accuracy": 0.0, "training_client_knowledge_accuracy": 0.0}
+        for client in clients:
+            nets = modules(family, dict(run.server.memory[client, ""].weights), name, WHOLE)
+            rows = run.data.parts[client]
+            inputs, targets = run.data.samples(rows), run.data.targets[rows]
+            for metric, net in zip(means, nets, strict=True):
+                with torch.no_grad():
+                    predicted = net(inputs).argmax(1)
+                means[metric] += float((predicted == targets).double().mean()) / 2
+        for metric, mean in means.items():
+            assert run.metrics[metric][key] == pytest.approx(mean), metric
+
+
+def test_training_samples_are_tested_on_only_if_asked(make_data):
+    family = plain_pairs()
+    run = start(RaFL(local=LOCAL), family, make_data(family, SIZES)).train(1)
+    assert not any(metric.startswith("training_") for metric in run.metrics)
+
+
 def test_a_sample_of_many_clients_is_tested(make_data):
     family = plain_pairs()
     run = start(
