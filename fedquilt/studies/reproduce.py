@@ -84,6 +84,32 @@ def chosen_rows(preset: Preset, texts: Sequence[str]) -> list[Row]:
     return [row for row in preset.rows if row.name in matching_names]
 
 
+def presets_with_rows(presets: Sequence[Preset], texts: Sequence[str]) -> list[Preset]:
+    """Return the tables in which every text selects a row. One table is returned as it is.
+
+    Args:
+        presets: Tables that a user asked for by the name of their paper, or one table.
+        texts: Texts that `chosen_rows` reads. Empty: all tables are returned.
+
+    Raises:
+        ConfigError: There are several tables, and none of them has all the rows.
+    """
+    if len(presets) == 1:
+        return list(presets)
+    selected = [
+        preset
+        for preset in presets
+        if all(_matches([row.name for row in preset.rows], text) for text in texts)
+    ]
+    if not selected:
+        listed = ", ".join(preset.name for preset in presets)
+        raise ConfigError(
+            f"the rows {', '.join(map(repr, texts))} were asked for; none of {listed} has all of "
+            "them."
+        )
+    return selected
+
+
 def check_rows_in(preset: Preset, folder: Path) -> None:
     """Refuse the folder of a study that has entries which are no rows of a table.
 

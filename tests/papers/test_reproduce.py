@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt.cli.main import main
-from fedquilt.studies.papers import presets, read_preset
+from fedquilt.studies.papers import papers, presets, read_preset
 
 # These two run in `make test`, all others in `make test-all`.
 QUICK = (
@@ -46,7 +46,9 @@ def test_a_preset_runs_at_the_smoke_scale(name, tmp_path, monkeypatch, capsys):
     ("args", "said"),
     [
         (["fedrolex/tabel3"], "Did you mean 'fedrolex/table3'?"),
-        (["fedrolex"], "name one of its tables"),
+        (["fedrolx"], "Did you mean 'fedrolex'?"),
+        (["fedrolex"], "fedquilt data prepare cifar10"),
+        (["ground", "--rows", "FedAvgM", "Nothing"], "'Nothing' were asked for; none of ground/"),
         (
             ["fedrolex/table3", "--scale", "tiny"],
             "the scale 'tiny' of fedrolex/table3 was asked for",
@@ -95,3 +97,19 @@ def test_rows_seeds_and_settings_can_be_chosen(tmp_path, monkeypatch, capsys):
     folders = sorted(path.name for path in Path("mine").glob("FedRolex*/seed*"))
     assert folders == ["seed4", "seed5"]
     assert "rounds = 1" in next(Path("mine").glob("FedRolex*/seed4/config.toml")).read_text()
+
+
+def test_the_name_of_a_paper_runs_all_of_its_tables(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    asked = ["reproduce", "ground", "--rows", "local training", "--scale", "smoke", "--out", "all"]
+    assert main([*asked, "--json"]) == 0
+    tables = json.loads(capsys.readouterr().out)
+    assert len(tables) == len(papers()["ground"]) == 5
+    for table in tables:
+        assert {row for row, *_ in table["rows"]} == {"local training"}
+    folders = {path.name for path in Path("all").iterdir()}
+    assert {f"ground/{name}" for name in folders} == set(papers()["ground"])
+    # Rows that only some tables have leave out the others.
+    asked = ["reproduce", "fedrolex", "--rows", "FedRolex, 512", "--scale", "smoke", "--json"]
+    assert main(asked) == 0
+    assert json.loads(capsys.readouterr().out)["title"].startswith("fedrolex/coverage")
