@@ -125,7 +125,7 @@ class ServeCommand:
 
     def __call__(self) -> None:
         """Serve until the run is finished, and print its result."""
-        from fedquilt.cli.progress import progress
+        from fedquilt.cli.progress import Shown, progress
         from fedquilt.cli.results import show_result
         from fedquilt.cli.show import print_json, say
 
@@ -166,7 +166,7 @@ class ServeCommand:
                 with progress(console, experiment.rounds) as start:
 
                     def training(done: int) -> Callable[[Record], None]:
-                        return start(done, {}, self._is_rate(), lambda _: "")
+                        return start(done, Shown(percent=self._is_rate()))
 
                     self._follow(service, console, training)
             summary = read_summary(self.out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,23 @@ if TYPE_CHECKING:
 Watch = Callable[["Record"], None]
 # Returns a few words on a round (from 0), such as the stage of a growing model. Empty: none.
 Status = Callable[[int], str]
-# Arguments: number of finished rounds, labels of shares, True if the main figure is shown in
-# percent, and the function for words on rounds.
-Begin = Callable[[int, Labels, bool, Status], Watch]
+
+
+def _no_status(round: int) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Contents of a run's progress lines besides rounds and the training loss."""
+
+    labels: Labels = field(default_factory=dict)  # Names of shares whose name is not the number
+    percent: bool = True  # True: the main figure is shown in percent.
+    status: Status = _no_status  # Words on a round
+    figures: tuple[str, ...] = ()  # Names of the method's own figures (`Method.figure_names`)
+
+
+Begin = Callable[[int, Shown], Watch]  # Arguments: number of finished rounds, and what is shown.
 
 
 @contextmanager
@@ -44,38 +59,29 @@ def progress(console: Console, rounds: int) -> Iterator[Begin]:
     """
     if not console.is_terminal:
 
-        def by_line(done: int, labels: Labels, percent: bool, status: Status) -> Watch:
-            return partial(say_round, console, "", rounds, labels, percent, status=status)
+        def by_line(done: int, shown: Shown) -> Watch:
+            return partial(say_round, console, "", rounds, shown)
 
         yield by_line
         return
     with round_bars(console) as bars:
         task = bars.add_task("round", False, rounds, rate="", figures="")
 
-        def begin(done: int, labels: Labels, percent: bool, status: Status) -> Watch:
+        def begin(done: int, shown: Shown) -> Watch:
             bars.start_task(task)
-            bars.update(task, completed=done, description=_described(status, done))
-            return watch_bar(bars, task, done, labels, percent, status)
+            bars.update(task, completed=done, description=_described(shown, done))
+            return watch_bar(bars, task, done, shown, names_rounds=True)
 
         yield begin
 
 
-def _described(status: Status, round: int) -> str:
-    words = status(round)
+def _described(shown: Shown, round: int) -> str:
+    words = shown.status(round)
     return f"round ({words})" if words else "round"
 
 
-def _no_status(round: int) -> str:
-    return ""
-
-
 def watch_bar(
-    bars: Progress,
-    task: TaskID,
-    done: int,
-    labels: Labels,
-    percent: bool,
-    status: Status | None = None,
+    bars: Progress, task: TaskID, done: int, shown: Shown, names_rounds: bool = False
 ) -> Watch:
     """Return a function that moves the bar of a run, to be called after each round.
 
@@ -83,19 +89,19 @@ def watch_bar(
         bars: The bars.
         task: The bar of the run.
         done: Rounds that were finished before the run was resumed. 0: it is new.
-        labels: Names of shares whose name is not the number.
-        percent: True if the main figure is shown in percent.
-        status: Words on the round that runs. None: the name of the bar stays as it is.
+        shown: What the bar shows.
+        names_rounds: True: the name of the bar has the words on the round that runs. False: it
+            stays as it is.
     """
     began = time.perf_counter()
 
     def watch(record: Record) -> None:
         rate = (record.round - done) / (time.perf_counter() - began)
         bars.update(task, completed=record.round, rate=f"{rate:.1f} rounds/s")
-        if status:
-            bars.update(task, description=_described(status, record.round))
+        if names_rounds:
+            bars.update(task, description=_described(shown, record.round))
         if record.grades.main:
-            bars.update(task, figures=figures_line(record, labels, percent))
+            bars.update(task, figures=figures_line(record, shown))
 
     return watch
 
@@ -152,51 +158,45 @@ def round_bars(console: Console) -> Progress:
     )
 
 
-def say_round(
-    console: Console,
-    prefix: str,
-    rounds: int,
-    labels: Labels,
-    percent: bool,
-    record: Record,
-    status: Status = _no_status,
-) -> None:
+def say_round(console: Console, prefix: str, rounds: int, shown: Shown, record: Record) -> None:
     """Print a line for an evaluated round, and nothing for other rounds.
 
     Args:
         console: Console for the line.
         prefix: Text at the beginning of the line, such as the name of the run.
         rounds: Number of rounds in all.
-        labels: Names of shares whose name is not the number.
-        percent: True if the main figure is shown in percent.
+        shown: What the line shows.
         record: Record of the round.
-        status: Words on a round, from 0.
     """
     if record.grades.main:
-        words = status(record.round - 1)
+        words = shown.status(record.round - 1)
         stage = f" ({words})" if words else ""
         count = f"{record.round:>{len(str(rounds))}}/{rounds}"
         loss = NOTHING if record.loss is None else f"{record.loss:.3f}"  # No client took part.
         say(
             console,
-            f"{prefix}round {count}{stage}  loss {loss}  {figures_line(record, labels, percent)}",
+            f"{prefix}round {count}{stage}  loss {loss}  {figures_line(record, shown)}",
         )
 
 
-def figures_line(record: Record, labels: Labels, percent: bool) -> str:
-    """Return the main figure of each share in one line.
+def figures_line(record: Record, shown: Shown) -> str:
+    """Return the main figure of each share in one line, and the method's own figures behind it.
 
-    Accuracy is not named, because every number is a percentage.
+    Accuracy is not named, because every number is a percentage. A figure of the method that was not
+    finite has a dash.
 
     Args:
         record: Record of an evaluated round.
-        labels: Names of shares whose name is not the number.
-        percent: True if the figures are shown in percent.
+        shown: What the line shows.
     """
     prefix = "" if record.grades.main == "accuracy" else f"{record.grades.main}  "
     figures = record.grades.figures
-    row = figures_row(figures, figures, labels, percent)
-    return prefix + "  ".join(f"{label}: {text}" for label, text in row.items())
+    row = figures_row(figures, figures, shown.labels, shown.percent)
+    texts = [f"{label}: {text}" for label, text in row.items()]
+    for name in shown.figures:
+        (value,) = record.grades.metrics.get(name, {"": None}).values()
+        texts.append(f"{name}: {NOTHING if value is None else f'{value:.3g}'}")
+    return prefix + "  ".join(texts)
 
 
 @contextmanager

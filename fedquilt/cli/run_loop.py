@@ -57,7 +57,7 @@ class RunLoop:
         """Return the lines that a run prints first: its settings, then method, data and model."""
         assert self.run is not None
         values = values_of(self.experiment, self.run, self.experiment.seed)
-        title = title_of(self.experiment.names["method"], self.experiment, self.run)
+        title = title_of(self.experiment.title, self.experiment, self.run)
         return [*settings_lines([("", self.source, values)]), title]
 
     def start(self, begin: Begin) -> None:
@@ -69,6 +69,7 @@ class RunLoop:
         Raises:
             Interrupted: The user pressed ctrl-C. The message says how to resume.
         """
+        from fedquilt.cli.progress import Shown
         from fedquilt.config.writing import write
         from fedquilt.round.labels import labels_by_share
         from fedquilt.runs.loop import complete
@@ -80,6 +81,8 @@ class RunLoop:
         def status(round: int) -> str:
             return run.method.status(round, run.world) if round < self.experiment.rounds else ""
 
+        percent = run.world.task.main.is_rate
+        shown = Shown(labels, percent, status, run.method.figure_names)
         try:
             complete(
                 run,
@@ -87,7 +90,7 @@ class RunLoop:
                 folder=folder,
                 trackers=self.experiment.trackers,
                 settings=write(self.experiment),
-                watch=begin(run.server.round, labels, run.world.task.main.is_rate, status),
+                watch=begin(run.server.round, shown),
                 names=self.experiment.names,
             )
         except KeyboardInterrupt as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from typing_extensions import override
 
-from fedquilt.cli.progress import round_bars, say_round, watch_bar
+from fedquilt.cli.progress import Shown, round_bars, say_round, watch_bar
 from fedquilt.cli.run_loop import Interrupted, settings_lines, title_of, values_of
 from fedquilt.cli.show import print_json, say, show_text_table
 from fedquilt.errors import ConfigError
@@ -186,20 +186,14 @@ class StudyProgress(Watch):
     def begin(self, planned: PlannedRun, display: Display) -> Callable[[Record], None]:
         name = self._name(planned)
         self._begun.add(planned.folder)
+        shown = Shown(display.labels, display.percent)
         if self._bars is None:
             self._say_there()
             prefix = f"{name:<{self._name_width}}  "
 
             def by_line(record: Record) -> None:
                 with self._lock:
-                    say_round(
-                        self._console,
-                        prefix,
-                        display.rounds,
-                        display.labels,
-                        display.percent,
-                        record,
-                    )
+                    say_round(self._console, prefix, display.rounds, shown, record)
 
             return by_line
         bars = self._bars
@@ -207,7 +201,7 @@ class StudyProgress(Watch):
             name, total=display.rounds, completed=display.done, rate="", figures=""
         )
         self._tasks[planned.folder] = task
-        return watch_bar(bars, task, display.done, display.labels, display.percent)
+        return watch_bar(bars, task, display.done, shown)
 
     def _say_there(self) -> None:
         with self._lock:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -16,11 +15,16 @@ from fedquilt.errors import ConfigError
 from fedquilt.family.cost import TrainingStep
 from fedquilt.family.cut import prefix
 from fedquilt.family.family import Family, Rounding
-from fedquilt.family.member import Member
 from fedquilt.family.variants import joined, members_of
 from fedquilt.methods.alignment import Alignment, align
 from fedquilt.methods.fedavg import FedAvg
-from fedquilt.methods.progfed_stages import Moment, num_stages, stage_lengths, stage_name
+from fedquilt.methods.progfed_stages import (
+    Moment,
+    OfVariants,
+    num_stages,
+    stage_lengths,
+    stage_name,
+)
 from fedquilt.round.engine import Gradients
 from fedquilt.round.federation import World
 from fedquilt.round.fold import Fold, Weighting
@@ -28,11 +32,9 @@ from fedquilt.round.method import Method, Presets
 from fedquilt.round.server_optimizers import Plain, ServerAdam, ServerMomentum, ServerYogi
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.local import LocalTraining
-from fedquilt.round.training.objectives import Passes, Wrapping
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.schedules import Cosine
 from fedquilt.round.training.server import TrainServer
-from fedquilt.round.training.view import View
 from fedquilt.tasks import Task
 from fedquilt.terms import (
     WHOLE,
@@ -49,6 +51,7 @@ from fedquilt.terms import (
 
 # Parts of the model that a stage trains (Table 5).
 Strategy = Literal["progressive", "end_to_end", "layerwise", "partial", "mixed", "random"]
+_THEOREM_1 = ("alignment", "norm_discrepancy")  # Names of alpha_t and q_t in records
 _PROGRESSIVE = "theorem 1 is on the strategy 'progressive', with which alignment would work."
 
 
@@ -304,6 +307,17 @@ class ProgFed(Method):
     def note(self) -> str:
         return self.over.note
 
+    @property
+    @override
+    def inner_method(self) -> Method:
+        return self.over
+
+    @property
+    @override
+    def figure_names(self) -> tuple[str, ...]:
+        own = _THEOREM_1 if self.alignment else ()
+        return (*self.over.figure_names, *own)
+
     @override
     def with_local(self, **changes: Any) -> Self:
         return replace(self, over=self.over.with_local(**changes))
@@ -457,7 +471,7 @@ class ProgFed(Method):
         if not self.alignment:
             return figures
         measured = self.measure(server, world, gradients, self.alignment)
-        return {**figures, "alignment": measured.alpha, "norm_discrepancy": measured.q}
+        return figures | dict(zip(_THEOREM_1, (measured.alpha, measured.q), strict=True))
 
     def measure(
         self, server: Server, world: World, gradients: Gradients, samples: int
@@ -491,44 +505,6 @@ class ProgFed(Method):
     @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
         return self.over.deploy(server, budget, self._tested(server, world))
-
-
-@dataclass(frozen=True)
-class OfVariants(Wrapping):
-    """Sum of another objective's losses over several variants of the client's net."""
-
-    variants: tuple[str, ...] = (WHOLE,)  # Variants that are run, each once.
-
-    def _nets(self, member: Member) -> list[Member]:
-        return [member.at(variant) for variant in self.variants]
-
-    @override
-    def nets(self, member: Member) -> tuple[Member, ...]:
-        nets = (
-            net for variant_net in self._nets(member) for net in self.objective.nets(variant_net)
-        )
-        return tuple(dict.fromkeys(nets))
-
-    @override
-    def passes(self, member: Member) -> tuple[Passes, ...]:
-        return tuple(
-            net_pass
-            for variant_net in self._nets(member)
-            for net_pass in self.objective.passes(variant_net)
-        )
-
-    @override
-    def __call__(self, view: View) -> Tensor:
-        losses: list[Tensor] = []
-        for net in self._nets(view.member):
-            variant_view = replace(view, member=net, norm_statistics={})
-            losses.append(self.objective(variant_view))
-            view.norm_statistics |= {
-                name: value
-                for name, value in variant_view.norm_statistics.items()
-                if name in view.member.statistics
-            }
-        return torch.stack(losses).sum()
 
 
 def _check_whole(server: Server, world: World) -> None:

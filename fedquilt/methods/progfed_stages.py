@@ -1,12 +1,20 @@
-"""The stages of ProgFed: their names, their lengths, and the place of a round among them."""
+"""The stages of ProgFed: their names and lengths, a round's stage, and a loss over two stages."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+from typing_extensions import override
+
 from fedquilt.errors import ConfigError
 from fedquilt.family.family import Family
+from fedquilt.family.member import Member
+from fedquilt.round.training.objectives import Passes, Wrapping
+from fedquilt.round.training.view import View
 from fedquilt.terms import WHOLE
 
 
@@ -99,3 +107,41 @@ def stage_lengths(
             f"{shortest - 1} would work, or extra_warmup, which adds rounds to the stages."
         )
     return lengths
+
+
+@dataclass(frozen=True)
+class OfVariants(Wrapping):
+    """Sum of another objective's losses over several variants of the client's net."""
+
+    variants: tuple[str, ...] = (WHOLE,)  # Variants that are run, each once.
+
+    def _nets(self, member: Member) -> list[Member]:
+        return [member.at(variant) for variant in self.variants]
+
+    @override
+    def nets(self, member: Member) -> tuple[Member, ...]:
+        nets = (
+            net for variant_net in self._nets(member) for net in self.objective.nets(variant_net)
+        )
+        return tuple(dict.fromkeys(nets))
+
+    @override
+    def passes(self, member: Member) -> tuple[Passes, ...]:
+        return tuple(
+            net_pass
+            for variant_net in self._nets(member)
+            for net_pass in self.objective.passes(variant_net)
+        )
+
+    @override
+    def __call__(self, view: View) -> Tensor:
+        losses: list[Tensor] = []
+        for net in self._nets(view.member):
+            variant_view = replace(view, member=net, norm_statistics={})
+            losses.append(self.objective(variant_view))
+            view.norm_statistics |= {
+                name: value
+                for name, value in variant_view.norm_statistics.items()
+                if name in view.member.statistics
+            }
+        return torch.stack(losses).sum()

@@ -38,6 +38,16 @@ class OptionalSteps:
         return ""
 
     @property
+    def inner_method(self) -> OptionalSteps | None:
+        """Return the method that trains each round for this one, which titles name. None: none."""
+        return None
+
+    @property
+    def figure_names(self) -> tuple[str, ...]:
+        """Return names of the figures of `figures` that progress lines show. By default none."""
+        return ()
+
+    @property
     def needs_public(self) -> bool:
         """Return True if the method needs public samples. Runs without them are then refused."""
         return False

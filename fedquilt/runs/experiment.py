@@ -34,6 +34,7 @@ from fedquilt.hardware.process import keep_pages
 from fedquilt.methods import Method
 from fedquilt.round import Evaluation, Fleet
 from fedquilt.round.link import Link
+from fedquilt.round.optional_steps import OptionalSteps
 from fedquilt.runs.checkpoint import Checkpointing
 from fedquilt.runs.data_settings import Source
 from fedquilt.runs.machine import AUTO, Machine
@@ -245,15 +246,20 @@ class Experiment:
         )
 
     @property
+    def title(self) -> str:
+        """Return the name of the method, and the one of the method that it trains with."""
+        method: OptionalSteps | None = self.method
+        names = []
+        while method is not None:
+            names.append(_method_name(method))
+            method = method.inner_method
+        return " over ".join(names)
+
+    @property
     def names(self) -> dict[str, str]:
         """Return the names of method, model, data and engine, for a summary."""
-        kind = type(self.method)
-        try:
-            method = label(kind)
-        except ConfigError:  # Files cannot name the class, but it can be run.
-            method = kind.__name__
         return {
-            "method": method,
+            "method": _method_name(self.method),
             "model": " + ".join(model.name for model in self.models) or AUTO,
             "data": self.data.name,
             "engine": self.engine.name,
@@ -282,3 +288,12 @@ class Experiment:
             ConfigError: Some settings are wrong. The message has the path of each.
         """
         return resolved(Experiment, settings, flags or {}, file)
+
+
+def _method_name(method: OptionalSteps) -> str:
+    """Return the name by which settings choose a method."""
+    kind = type(method)
+    try:
+        return label(kind)
+    except ConfigError:  # Files cannot name the class, but it can be run.
+        return kind.__name__

@@ -10,6 +10,7 @@ from fedquilt.runs.summaries import figure_text, share_label
 from fedquilt.units import amount, size
 
 if TYPE_CHECKING:
+    from fedquilt.round.optional_steps import OptionalSteps
     from fedquilt.runs.run import Run
 
 _MAX_METRICS = 4  # Columns of metrics
@@ -20,7 +21,7 @@ def overview_of(run: Run) -> Overview:
     """Return what a run consists of, its metrics in the last evaluation, and what it has cost."""
     world, rounds = run.world, run.server.round
     title = (
-        f"{type(run.method).__name__} on {run.data.name} with {world.family.title}: "
+        f"{method_title(run.method)} on {run.data.name} with {world.family.title}: "
         f"{rounds:,} {'round' if rounds == 1 else 'rounds'}, seed {world.seed}"
     )
     if not run.records:
@@ -38,6 +39,14 @@ def overview_of(run: Run) -> Overview:
     if run.folder is not None:
         notes.append(f"folder {run.folder}")
     return Overview(title, head, shown, notes)
+
+
+def method_title(method: OptionalSteps) -> str:
+    """Return the name of a method's class, and the one of the method that it trains with."""
+    name = type(method).__name__
+    return (
+        name if method.inner_method is None else f"{name} over {method_title(method.inner_method)}"
+    )
 
 
 def labels_of_run(run: Run) -> dict[str, str]:

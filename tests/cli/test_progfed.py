@@ -193,6 +193,25 @@ def test_a_run_that_is_resumed_for_longer_grows_at_the_same_rounds(own, capsys):
     assert tomllib.loads((own / "d" / "config.toml").read_text())["method"]["rounds"] == 5
 
 
+def test_the_terminal_names_both_methods_and_shows_alpha_and_q(own, capsys):
+    """Without `alignment` there are no such figures, and lines end with the last share."""
+    asked = ["run", *TINY, *GROWING, "--rounds", "5"]
+    assert main([*asked, "--set", "method.over.name=heterofl"]) == 0
+    _, title, first, *_ = capsys.readouterr().out.splitlines()
+    assert title.startswith("progfed over heterofl on mine.py:data: ")
+    assert first.endswith("%")
+    assert main([*asked, "--set", "method.alignment=16", "--out", "e"]) == 0
+    _, title, *lines = capsys.readouterr().out.splitlines()
+    assert title.startswith("progfed over fedavg on mine.py:data: ")
+    metrics = json.loads((own / "e" / "rounds.jsonl").read_text().splitlines()[0])["metrics"]
+    alpha, q = metrics["alignment"]["1.0"], metrics.get("norm_discrepancy", {}).get("1.0")
+    assert lines[0].startswith("round 1/5 (stage 1 of 2)  loss ")
+    assert lines[0].endswith(
+        f"%  alignment: {alpha:.3g}  norm_discrepancy: {'–' if q is None else f'{q:.3g}'}"
+    )
+    assert lines[4].endswith("%  alignment: 1  norm_discrepancy: 1")
+
+
 @pytest.mark.parametrize(
     ("before", "after", "told"),
     [
