@@ -1067,7 +1067,7 @@ def test_tables_of_papers_are_listed(capsys: pytest.CaptureFixture[str]) -> None
     assert "80.14" not in capsys.readouterr().out
     assert main(["list", "papers", "fedrolx"]) == 2
     said = capsys.readouterr().err
-    known = "distillation, fedrescue, fedrolex, progfed, rafl, splitmix"
+    known = "distillation, fedrescue, fedrolex, ground, progfed, rafl, splitmix"
     assert f"Did you mean 'fedrolex'? Known: {known}. `fedquilt list papers` shows all." in said
     assert main(["list", "papers", "fedrolex/tabel4"]) == 2
     said = capsys.readouterr().err

@@ -260,7 +260,8 @@ def test_dropout_between_recurrent_layers_is_keyed(kind):
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.equal(found, again)
     assert not torch.equal(found, other)
-    assert torch.equal(net(state, x)[0], net.module.eval()(x))
+    # The fused kernel of a plain nn.RNN rounds its last bit differently on some processors.
+    torch.testing.assert_close(net(state, x)[0], net.module.eval()(x), rtol=0, atol=1e-12)
 
 
 def test_dropout_between_recurrent_layers_on_packed_sequences_is_refused():

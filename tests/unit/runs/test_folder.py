@@ -396,6 +396,6 @@ def test_state_is_kept_as_it_is_read_back(start):
             *(value for values in one.slots.values() for value in values.values()),
         ]
     assert len(kept) > 50
-    again = files.settled(dict(enumerate(kept)))
-    assert all(again[place].data_ptr() == value.data_ptr() for place, value in enumerate(kept))
+    again = files.compact({str(place): value for place, value in enumerate(kept)})
+    assert all(again[str(place)].data_ptr() == value.data_ptr() for place, value in enumerate(kept))
     assert isinstance(run.server.memory, ClientStates)
