@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -387,7 +388,7 @@ def _code(experiment: Experiment) -> str | None:
 
 
 def _number(settings: dict[str, Any], key: str, default: float) -> float:
-    """Remove a number from settings, and return it.
+    """Remove a finite number above 0 from settings, and return it.
 
     Args:
         settings: Settings by name.
@@ -395,9 +396,10 @@ def _number(settings: dict[str, Any], key: str, default: float) -> float:
         default: Value if there is none.
 
     Raises:
-        ConfigError: It is no number above 0.
+        ConfigError: It is no number, infinite, NaN, or not above 0.
     """
     value = settings.pop(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
         raise ConfigError(f"{key} = {value!r} was asked for; a number above 0 would work.")
     return float(value)

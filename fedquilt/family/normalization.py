@@ -88,12 +88,15 @@ class _NormCall:
 
 
 def run_norm_layer(layer: NormBase, name: str, state: PassState, input: Tensor) -> Tensor:
-    """Run a norm layer of one of torch's classes.
+    """Run a norm layer of one of torch's classes, with the statistics that the pass asks for.
+
+    The layer itself does not change. `state.mode` says which statistics are used, and new ones are
+    written to `state.statistics` under the layer's name.
 
     Args:
-        layer: The layer.
+        layer: The layer, with its weights and stored statistics.
         name: Name of the layer in its net.
-        state: State of the pass, which takes new statistics.
+        state: Options and results of the pass.
         input: (sample, channel, …)
     """
     statistics, affine = (layer.running_mean, layer.running_var), (layer.weight, layer.bias)

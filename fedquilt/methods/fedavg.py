@@ -49,7 +49,7 @@ class FedAvg(Method):
 
     @override
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodels:
-        """Cut a sub-model within a budget from the net that all clients train.
+        """Cut a sub-model within a budget from the net of share `share`, which all clients train.
 
         It is never wider than that net, because channels beyond it were never trained.
 

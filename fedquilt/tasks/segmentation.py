@@ -158,12 +158,14 @@ class Segmentation(Classification):
         return self.mean(self.losses(outputs, targets), targets, weights)
 
     def mean(self, losses: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Average values over samples. A batch in which nothing counts has mean 0.
+        """Divide the sum of the losses of a batch by the number of samples that count.
+
+        Weights multiply losses and do not change the divisor. If no sample counts, it is 1.
 
         Args:
-            losses: (sample,) Values to average.
+            losses: (sample,) Losses, 0 for samples that do not count.
             targets: (sample, *size) Masks, which determine the samples that count.
-            weights: (sample,) Factor of each sample. None: 1 for each.
+            weights: (sample,) Factor of each sample's loss. None: 1 for each.
         """
         if weights is not None:
             losses = losses * weights

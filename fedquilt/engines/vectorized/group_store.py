@@ -197,7 +197,14 @@ class GroupStore:
                 )
 
     def move_to(self, engine: Vectorized) -> None:
-        """Give the groups to another engine over the same samples, with all that is captured."""
+        """Make another engine the owner of this store and of its idle groups.
+
+        Captured steps stay valid, because the other engine has the same samples at the same
+        addresses, which the caller ensures. The store itself does not change hands here.
+
+        Args:
+            engine: New owner. The caller makes this store its `groups`.
+        """
         self.engine = engine
         for groups in self.idle.values():
             for group in groups:

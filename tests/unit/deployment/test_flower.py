@@ -72,6 +72,7 @@ def test_the_example_has_settings_of_a_run_and_lists_as_text(config):
     [
         ({"out": "runs/here"}, "an absolute path"),
         ({"deadline": -1}, "a number above 0"),
+        ({"least": float("inf")}, "a number above 0"),
         ({"least": 4}, "1 to fleet.clients"),
         ({"method.shft": 1}, "shft"),
     ],
