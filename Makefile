@@ -59,7 +59,7 @@ bench: $(READY)
 	$(BIN)/python bench/layouts.py
 	$(BIN)/python bench/rounds.py
 	$(BIN)/python bench/scaling.py
-	$(BIN)/python bench/customise.py
+	$(BIN)/python bench/customize.py
 	$(BIN)/python bench/growth.py
 	$(BIN)/python bench/distillation.py
 	$(BIN)/python bench/supernet.py

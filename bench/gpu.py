@@ -45,8 +45,8 @@ from fedquilt.terms import Client, Job, Payload, Submodel, Update
 SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 IMAGES, BATCH = 500, 10
 EXAM = 250  # samples tested at once
-OPTIMISER = SGD(lr=0.02, momentum=0.9, weight_decay=5e-4)
-LOCAL = LocalTraining(optimizer=OPTIMISER, batch_size=BATCH)
+OPTIMIZER = SGD(lr=0.02, momentum=0.9, weight_decay=5e-4)
+LOCAL = LocalTraining(optimizer=OPTIMIZER, batch_size=BATCH)
 DEVICE = torch.device("cuda")
 MEMORY = 60 << 30
 
@@ -115,9 +115,9 @@ class Eager:
         arches = [family.fit(fq.Budget(share=share)) for share in case.shares]
         self.nets = [batch_norms(family.module(arch)).to(DEVICE).train() for arch in arches]
         settings = {
-            "lr": OPTIMISER.lr,
-            "momentum": OPTIMISER.momentum,
-            "weight_decay": OPTIMISER.weight_decay,
+            "lr": OPTIMIZER.lr,
+            "momentum": OPTIMIZER.momentum,
+            "weight_decay": OPTIMIZER.weight_decay,
         }
         self.optimizers = [
             torch.optim.SGD(net.parameters(), fused=True, **settings) for net in self.nets

@@ -42,7 +42,7 @@ from fedquilt.terms import Job, Server
 
 CLIENTS, COHORT, BATCH = 100, 10, 10
 CALIBRATED, TESTED = 10, 50  # published batches of an evaluation
-OPTIMISER = SGD(lr=0.02, momentum=0.9, weight_decay=5e-4, clip=published.CLIP)
+OPTIMIZER = SGD(lr=0.02, momentum=0.9, weight_decay=5e-4, clip=published.CLIP)
 STAGES = ("training", "merge", "calibration", "evaluation")
 
 
@@ -66,7 +66,7 @@ def net(width: int, share: float = 1.0) -> nn.Module:
     return PreResNet(widths=[max(1, math.floor(share * width * 2**stage)) for stage in range(4)])
 
 
-class Neighbours(fq.Fleet):
+class Neighbors(fq.Fleet):
     """The next ten clients in every round. Shares are assigned in turn, so it is two of each."""
 
     def draw_cohort(
@@ -86,7 +86,7 @@ def timed(clock: Clock) -> HeteroFL:
                 setattr(fold, verb, clock("merge")(getattr(fold, verb)))
             return fold
 
-    return Timed(local=replace(HeteroFL().local, optimizer=OPTIMISER, batch_size=BATCH))
+    return Timed(local=replace(HeteroFL().local, optimizer=OPTIMIZER, batch_size=BATCH))
 
 
 class Ours:
@@ -100,7 +100,7 @@ class Ours:
         self.clock = Clock()
         family = fq.trace(partial(net, width), data.example)
         plain = fq.Fleet.of(SHARES, CLIENTS, COHORT)
-        fleet = Neighbours(**{field.name: getattr(plain, field.name) for field in fields(plain)})
+        fleet = Neighbors(**{field.name: getattr(plain, field.name) for field in fields(plain)})
         self.run = fq.prepare(
             timed(self.clock), family, data, fleet, evaluation=fq.Evaluation(every=0)
         )
@@ -151,9 +151,9 @@ class Theirs:
             for id in run.fleet.draw_cohort(self.round, 0)
         ]
         settings = {
-            "lr": OPTIMISER.lr,
-            "momentum": OPTIMISER.momentum,
-            "weight_decay": OPTIMISER.weight_decay,
+            "lr": OPTIMIZER.lr,
+            "momentum": OPTIMIZER.momentum,
+            "weight_decay": OPTIMIZER.weight_decay,
         }
         states, indices, held = [], [], [engine.classes_present(client.id) for client in cohort]
         with self.clock("training"):

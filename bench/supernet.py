@@ -55,7 +55,7 @@ from fedquilt.supernet.scoring import (
 from fedquilt.supernet.search import Found, Search, SearchOptions
 from fedquilt.supernet.service import SearchService
 
-Labelled = tuple[Tensor, Tensor]  # stored images and their targets
+Labeled = tuple[Tensor, Tensor]  # stored images and their targets
 
 NUM_HELD_OUT = 100  # members on which the predictor is tested
 NUM_NEAR = 50  # members with multiply-adds that differ by less than `NEAR`
@@ -90,7 +90,7 @@ def trained(data: SupernetData) -> Supernet:
     return supernet.eval()
 
 
-def unseen_images(pool: Pool, labels: str) -> tuple[Labelled, Labelled]:
+def unseen_images(pool: Pool, labels: str) -> tuple[Labeled, Labeled]:
     """Return images that the supernet was not trained on, to measure members and to compare them
     afterwards.
 

@@ -59,7 +59,7 @@ PROBLEMS = {
 }
 
 
-def centralised(problem: Problem, epochs: int) -> dict[str, float]:
+def centralized(problem: Problem, epochs: int) -> dict[str, float]:
     """Train in one place for some epochs, and return the metrics on the test samples."""
     pool = problem.data()
     torch.manual_seed(0)
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     rounds = parser.parse_args().rounds
     for name, problem in PROBLEMS.items():
-        central = centralised(problem, min(problem.epochs, 2 * rounds))
+        central = centralized(problem, min(problem.epochs, 2 * rounds))
         found = federated(name, rounds)
         print(
             f"{name:<18} centralised  "

@@ -76,6 +76,7 @@ RENAMED = {
     "available": "availability",
     "checkpointing": "checkpoint",
     "decay": "weight_decay",
+    "grey": "gray",
     "local": "per_client",
     "local-all": "per_client-all",
     "memories": "client_state_memory",

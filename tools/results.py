@@ -186,7 +186,7 @@ def _points(entry: str, folders: Sequence[Path], metric: str) -> list[dict[str, 
 
 def draw(figure: Curves, out: Path) -> None:
     """Write a figure as SVG: one panel for each horizontal axis, with bands over seeds."""
-    from fedquilt.display.curves import chart_of, colour_of, load_altair, names_of, value_axis
+    from fedquilt.display.curves import chart_of, color_of, load_altair, names_of, value_axis
 
     alt = load_altair()
     names = names_of(figure.rows, "entry")
@@ -194,7 +194,7 @@ def draw(figure: Curves, out: Path) -> None:
     for column, title, _ in PANELS:
         base = chart_of(figure.rows).encode(
             x=alt.X(f"{column}:Q", title=title, axis=alt.Axis(tickCount=5)),
-            color=colour_of("entry", names, "method"),
+            color=color_of("entry", names, "method"),
         )
         band = base.mark_area(opacity=0.18).encode(
             y=value_axis(figure.metric, True, "low"), y2=alt.Y2("high:Q")

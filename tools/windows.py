@@ -69,14 +69,14 @@ def draw(path: Path = FIGURE) -> None:
     from matplotlib import pyplot
     from matplotlib.colors import ListedColormap
 
-    colours = ListedColormap(["#f4f1ea", "#b9d3d8", "#5b9aa8", "#1d4e5f"])
+    colors = ListedColormap(["#f4f1ea", "#b9d3d8", "#5b9aa8", "#1d4e5f"])
     figure, panels = pyplot.subplots(
         1, len(METHODS), figsize=(9.2, 2.9), sharey=True, layout="constrained"
     )
     for panel, (name, method) in zip(panels, METHODS.items(), strict=True):
         counts = training_counts(method)
         image = panel.imshow(
-            counts, cmap=colours, vmin=-0.5, vmax=3.5, origin="lower", aspect="auto"
+            counts, cmap=colors, vmin=-0.5, vmax=3.5, origin="lower", aspect="auto"
         )
         untrained = int((counts.sum(1) == 0).sum())
         panel.set_title(f"{name}\n{untrained} of {CHANNELS} channels never trained", fontsize=10)

@@ -147,12 +147,12 @@ _DATE = {".svg": "Date", ".pdf": "CreationDate"}
 def _stack(axes: Axes, counts: Tensor, names: list[str]) -> None:
     from matplotlib import colormaps
 
-    colours: Any = colormaps["tab20"]
+    colors: Any = colormaps["tab20"]
     starts, rows = torch.zeros(len(counts)), range(len(counts))
     for group, name in enumerate(names):
         sizes = counts[:, group]
         axes.barh(
-            rows, sizes.tolist(), left=starts.tolist(), height=0.9, color=colours(group), label=name
+            rows, sizes.tolist(), left=starts.tolist(), height=0.9, color=colors(group), label=name
         )
         starts = starts + sizes
     axes.invert_yaxis()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedquilt.errors import ConfigError
 
-Normalise = Literal["auto", "channel", "none"]
+Normalize = Literal["auto", "channel", "none"]
 _CHUNK = 1024  # Samples that are converted to float64 at a time to measure statistics.
 _CHUNK_VALUES = 2**24  # Values converted at a time at most, for large images and volumes.
 
@@ -30,7 +30,7 @@ class Scale:
     @staticmethod
     def of(
         inputs: Tensor,
-        normalize: Normalise = "auto",
+        normalize: Normalize = "auto",
         mean: Sequence[float] = (),
         std: Sequence[float] = (),
         counted: Tensor | None = None,
@@ -65,13 +65,13 @@ class Scale:
                 "channels."
             )
         if mean:
-            centre, spread = unit * torch.tensor(mean), unit * torch.tensor(std)
+            center, spread = unit * torch.tensor(mean), unit * torch.tensor(std)
         else:
-            centre, spread = _moments(inputs, counted)
+            center, spread = _moments(inputs, counted)
         if not bool((spread > 0).all()):
             raise ConfigError(f"std = {tuple(std)} was asked for; every one must be above 0.")
         shape = (-1, *[1] * (inputs.dim() - 2)) if inputs.dim() > 1 else (1,)
-        return Scale(centre.float().reshape(shape), spread.float().reshape(shape))
+        return Scale(center.float().reshape(shape), spread.float().reshape(shape))
 
     def __call__(self, stored: Tensor) -> Tensor:
         """Return stored samples (sample, channel, …) as real numbers: (stored − mean) / std."""

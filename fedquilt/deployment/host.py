@@ -11,7 +11,7 @@ import torch
 from fedquilt.data import FederatedData
 from fedquilt.deployment.device import Device
 from fedquilt.deployment.enrolment import Enrolment, ServerFacts
-from fedquilt.deployment.problems import Problem
+from fedquilt.deployment.problems import DeviceProblem
 from fedquilt.deployment.roster import check_name, read_budget
 from fedquilt.deployment.terms import permitted
 from fedquilt.errors import BudgetError, ConfigError, FedquiltError, FormatError
@@ -138,7 +138,9 @@ class DeviceHost:
             reason = said(error)
         if reason:
             enrolment = Enrolment(settings.name, None, failed=reason)
-        Problem.report(settings.state, Problem(reason, is_final=True) if reason else None)
+        DeviceProblem.report(
+            settings.state, DeviceProblem(reason, is_final=True) if reason else None
+        )
         return Message(enrolment.to_bytes())
 
     def answer(self, about: bytes, message: Message) -> Message:
@@ -160,7 +162,7 @@ class DeviceHost:
         except Exception as error:
             answer = Reply(run, round, base, digest, failed=said(error)).message()
         reason = Reply.read(answer).failed
-        Problem.report(self.settings.state, Problem(reason) if reason else None)
+        DeviceProblem.report(self.settings.state, DeviceProblem(reason) if reason else None)
         return answer
 
     def evaluate(self, about: bytes, message: Message) -> Message:

@@ -18,23 +18,23 @@ PROBLEM = "problem.json"  # Name of the file in the state folder of a device
 
 
 @dataclass(frozen=True)
-class Problem:
+class DeviceProblem:
     """Reason why a device cannot answer a request of its server."""
 
     text: str  # One sentence or more
     is_final: bool = False  # True: the device cannot take part at all. False: a round failed
 
     @staticmethod
-    def load(state: Path) -> Problem | None:
+    def load(state: Path) -> DeviceProblem | None:
         """Return the problem in a state folder. None: there is none."""
         try:
             plain = json.loads((state / PROBLEM).read_bytes())
-            return Problem(str(plain["text"]), bool(plain["is_final"]))
+            return DeviceProblem(str(plain["text"]), bool(plain["is_final"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     @staticmethod
-    def report(state: Path, problem: Problem | None) -> None:
+    def report(state: Path, problem: DeviceProblem | None) -> None:
         """Write the problem to a state folder. None deletes the one that is there.
 
         Nothing is raised if the folder cannot be written, because the server gets the reason too.
@@ -42,7 +42,7 @@ class Problem:
         with suppress(OSError, RecordError):
             if problem is None:
                 (state / PROBLEM).unlink(missing_ok=True)
-            elif problem != Problem.load(state):
+            elif problem != DeviceProblem.load(state):
                 write_text(state / PROBLEM, json.dumps(asdict(problem)) + "\n")
 
 
@@ -57,15 +57,15 @@ class ProblemLog:
             state: Its state folder.
         """
         self._name, self._state = name, state
-        self._shown: Problem | None = None
-        Problem.report(state, None)
+        self._shown: DeviceProblem | None = None
+        DeviceProblem.report(state, None)
 
-    def changed(self) -> tuple[str, Problem | None]:
+    def changed(self) -> tuple[str, DeviceProblem | None]:
         """Return a line about the change since the last call, and the present problem.
 
         The line is empty if nothing has changed.
         """
-        problem = Problem.load(self._state)
+        problem = DeviceProblem.load(self._state)
         line = ""
         if problem is not None and problem != self._shown:
             line = f"{self._name} could not do what the server asked for: {problem.text}"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import altair
 
 # Okabe and Ito 2008. Black is left out, because it cannot be seen on a dark page.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C8C8C", "#B8A800")
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C8C8C", "#B8A800")
 WIDTH = 640
 HEIGHT = 300
 TITLES = {"entry": "method"}  # Titles of columns in legends, where they differ
@@ -63,7 +63,7 @@ def value_axis(metric: str, percent: bool, field: str = "value") -> Any:
     return alt.Y(f"{field}:Q", title=metric, axis=axis, scale=alt.Scale(zero=False))
 
 
-def colour_of(field: str, names: Sequence[Any], title: str) -> Any:
+def color_of(field: str, names: Sequence[Any], title: str) -> Any:
     """Return the colours of the values of a column, with a legend.
 
     Args:
@@ -72,11 +72,11 @@ def colour_of(field: str, names: Sequence[Any], title: str) -> Any:
         title: Title of the legend.
     """
     alt = load_altair()
-    colours = [COLOURS[index % len(COLOURS)] for index in range(len(names))]
+    colors = [COLORS[index % len(COLORS)] for index in range(len(names))]
     return alt.Color(
         f"{field}:N",
         legend=alt.Legend(title=title, symbolOpacity=1),  # That of a band would be pale.
-        scale=alt.Scale(domain=list(names), range=colours),
+        scale=alt.Scale(domain=list(names), range=colors),
         sort=None,
     )
 
@@ -115,7 +115,7 @@ def curves(
         axis = alt.Axis(format="~d", tickMinStep=1)
     base = chart_of(rows).encode(
         x=alt.X(f"{x}:Q", title=x_title, axis=axis, scale=alt.Scale(zero=False)),
-        color=colour_of(series, names, title),
+        color=color_of(series, names, title),
     )
     shown = alt.Tooltip("value:Q", format=".2%" if percent else ".4g", title=metric)
     lines = base.mark_line(point=False, strokeWidth=2).encode(y=value_axis(metric, percent))

@@ -144,7 +144,7 @@ def measure(
         counter = _Counter()
         options = RunOptions(
             _every_operation,
-            follower=counter,
+            observer=counter,
             constants=_readable(constants),
             train=train,
             grad=True,
@@ -183,7 +183,7 @@ def inference_activations(
         spans = _Spans()
         inputs = tuple(_resized(value, count) for value in example_inputs)
         options = RunOptions(
-            _every_operation, follower=spans, constants=_readable(constants), train=train
+            _every_operation, observer=spans, constants=_readable(constants), train=train
         )
         record(module, inputs, options)
         return spans.peak
@@ -271,7 +271,7 @@ class _Shortener(TorchFunctionMode):
 
 
 class _Counter(ExitStack):
-    """A follower of a run that counts its operations, and the bytes that autograd saves."""
+    """An observer of a run that counts its operations, and the bytes that autograd saves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,7 +366,7 @@ class _Counter(ExitStack):
 
 
 class _Spans(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A follower of a run that notes which operations make each tensor, and read it last."""
+    """An observer of a run that notes which operations make each tensor, and read it last."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

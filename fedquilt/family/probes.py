@@ -80,8 +80,8 @@ def mixes_samples(family: Family) -> bool:
         if sample.is_floating_point() or not other_samples:
             other_samples += unlike(sample)
         alone, *mixed = (
-            _run_whole(family, state, torch.cat([sample, neighbour]))[:1]
-            for neighbour in (sample, *other_samples)
+            _run_whole(family, state, torch.cat([sample, neighbor]))[:1]
+            for neighbor in (sample, *other_samples)
         )
         return not all(agrees(logits, alone) for logits in mixed)
     except Exception:  # A user's forward may raise anything.

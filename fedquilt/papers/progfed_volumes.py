@@ -53,5 +53,5 @@ def _samples(key: int, count: int, side: int, channels: int, classes: int) -> tu
         for label, (z, y, x) in enumerate(places, 1):
             mask[z : z + EDGE, y : y + EDGE, x : x + EDGE] = label
     uniform = noise.uniform(torch.tensor(key), (count, channels, side, side, side), torch.float32)
-    centred = (uniform - 0.5) * 12**0.5  # A uniform number has a standard deviation of 12^(−1/2)
-    return masks.unsqueeze(1) + NOISE * centred, masks
+    centered = (uniform - 0.5) * 12**0.5  # A uniform number has a standard deviation of 12^(−1/2)
+    return masks.unsqueeze(1) + NOISE * centered, masks

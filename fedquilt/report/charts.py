@@ -13,30 +13,30 @@ from typing import Any
 import altair as alt
 
 from fedquilt.display.curves import (
-    COLOURS,
+    COLORS,
     TITLES,
     chart_of,
-    colour_of,
+    color_of,
     names_of,
     value_axis,
 )
 from fedquilt.display.thinning import Row
 
-GREY = "#8C8C8C"
+GRAY = "#8C8C8C"
 
 
 def _share_shape(rows: Sequence[Row]) -> Any:
     """Return a shape for every share, with a legend that is visible on light and dark pages."""
     return alt.Shape(
         "share:N",
-        legend=alt.Legend(title="share", symbolFillColor=GREY, symbolStrokeColor=GREY),
+        legend=alt.Legend(title="share", symbolFillColor=GRAY, symbolStrokeColor=GRAY),
         scale=alt.Scale(domain=names_of(rows, "share")),
         sort=None,
     )
 
 
 def quilt(
-    rows: Sequence[Row], axis: str, colour: str = "times", classes: Sequence[str] = ()
+    rows: Sequence[Row], axis: str, color: str = "times", classes: Sequence[str] = ()
 ) -> alt.Chart:
     """Return a quilt: the positions of an axis that each round trained.
 
@@ -44,19 +44,17 @@ def quilt(
         rows: Cells with `first` and `last` round, `start` and `stop` position, `times` (mean number
             of clients a round that trained it) and `smallest` (the smallest budget of these).
         axis: Name of the axis, for the title.
-        colour: `times` or `smallest`.
+        color: `times` or `smallest`.
         classes: Budgets from the smallest on, for the legend of `smallest`.
     """
-    if colour == "times":
+    if color == "times":
         shade = alt.Color(
             "times:Q",
             title="clients a round",
             scale=alt.Scale(scheme="viridis", domainMin=0),
         )
     else:
-        shade = colour_of(
-            "smallest", list(classes) or names_of(rows, "smallest"), "smallest budget"
-        )
+        shade = color_of("smallest", list(classes) or names_of(rows, "smallest"), "smallest budget")
     return (
         chart_of(rows)
         .transform_calculate(before="datum.first - 0.5", after="datum.last + 0.5")
@@ -85,7 +83,7 @@ def fleet(rows: Sequence[Row]) -> alt.Chart:
         .encode(
             x=alt.X("clients:Q", title="clients", axis=alt.Axis(tickMinStep=1)),
             y=alt.Y("budget:N", title="budget", sort=None),
-            color=alt.value(COLOURS[0]),
+            color=alt.value(COLORS[0]),
             tooltip=["budget:N", "clients:Q"],
         )
         .properties(height=max(60, 28 * len(rows)))
@@ -135,15 +133,15 @@ def costs(rows: Sequence[Row], title: str) -> alt.Chart:
 
 
 def _bars_by_round(
-    rows: Sequence[Row], field: str, title: str, colour: str, stacked: bool = True
+    rows: Sequence[Row], field: str, title: str, color: str, stacked: bool = True
 ) -> alt.Chart:
-    """Return bars by round, one series for each value of the column `colour`.
+    """Return bars by round, one series for each value of the column `color`.
 
     Args:
         rows: Rows with `first` and `last` round and the field.
         field: Column of the numbers.
         title: Title of the vertical axis.
-        colour: Column that tells series apart. Empty: there is one.
+        color: Column that tells series apart. Empty: there is one.
         stacked: True: series are on top of each other. False: each begins at zero.
     """
     chart = chart_of(rows).transform_calculate(before="datum.first - 0.5", after="datum.last + 0.5")
@@ -153,16 +151,14 @@ def _bars_by_round(
         chart = chart.transform_calculate(low="0", high=f"datum.{field}")
     percent = alt.Axis(format="%") if field == "lost" else alt.Axis(format="~s")
     shown = ["first:Q", "last:Q", f"{field}:Q"]
-    names = names_of(rows, colour) if colour else []
+    names = names_of(rows, color) if color else []
     return chart.mark_rect(opacity=1.0 if stacked else 0.7).encode(
         x=_rounds("before"),
         x2="after:Q",
         y=alt.Y("low:Q", title=title, axis=percent, scale=alt.Scale(zero=True)),
         y2="high:Q",
-        color=colour_of(colour, names, TITLES.get(colour, colour))
-        if colour
-        else alt.value(COLOURS[0]),
-        tooltip=[*shown, f"{colour}:N"] if colour else shown,
+        color=color_of(color, names, TITLES.get(color, color)) if color else alt.value(COLORS[0]),
+        tooltip=[*shown, f"{color}:N"] if color else shown,
     )
 
 
@@ -191,7 +187,7 @@ def pareto(
     front = (
         chart_of(rows)
         .transform_filter("datum.front")
-        .mark_line(color=GREY, strokeDash=[4, 3], interpolate="step-after")
+        .mark_line(color=GRAY, strokeDash=[4, 3], interpolate="step-after")
         .encode(x=x, y=value_axis(metric, percent), order="cost:Q")
     )
     points = (
@@ -200,10 +196,10 @@ def pareto(
         .encode(
             x=x,
             y=value_axis(metric, percent),
-            color=colour_of("entry", names_of(rows, "entry"), "method"),
+            color=color_of("entry", names_of(rows, "entry"), "method"),
             shape=_share_shape(rows),
             strokeWidth=alt.condition("datum.front", alt.value(2), alt.value(0)),
-            stroke=alt.value(GREY),
+            stroke=alt.value(GRAY),
             tooltip=["entry:N", "share:N", "value:Q", "cost:Q", "front:N", "seeds:Q"],
         )
     )
@@ -224,7 +220,7 @@ def robustness(rows: Sequence[Row], percent: bool = True) -> alt.Chart:
         .encode(
             x=alt.X("standard:Q", title="standard", axis=axis, scale=alt.Scale(zero=False)),
             y=alt.Y("robust:Q", title="robust", axis=axis, scale=alt.Scale(zero=False)),
-            color=colour_of("entry", names_of(rows, "entry"), "method"),
+            color=color_of("entry", names_of(rows, "entry"), "method"),
             shape=_share_shape(rows),
             tooltip=["entry:N", "share:N", "standard:Q", "robust:Q"],
         )
@@ -251,7 +247,7 @@ def bars(
             x=alt.X("share:N", title="share", sort=None, axis=alt.Axis(labelAngle=0)),
             xOffset=alt.XOffset(f"{series}:N", sort=None, scale=alt.Scale(domain=names)),
             y=alt.Y("value:Q", title=metric, axis=axis),
-            color=colour_of(series, names, TITLES.get(series, series)),
+            color=color_of(series, names, TITLES.get(series, series)),
             tooltip=["share:N", f"{series}:N", "value:Q"],
         )
     )
@@ -259,5 +255,5 @@ def bars(
 
 def growth(rows: Sequence[Row]) -> alt.Chart:
     """Return the size of a growing model by round, from `first`, `last` and `params` of rows."""
-    colour = "entry" if any("entry" in row for row in rows) else ""
-    return _bars_by_round(rows, "params", "parameters of the model", colour, stacked=False)
+    color = "entry" if any("entry" in row for row in rows) else ""
+    return _bars_by_round(rows, "params", "parameters of the model", color, stacked=False)

@@ -143,7 +143,7 @@ def quilt_figure(quilt: Quilt, title: str = "Trained positions") -> Figure:
         title: Heading above the figure.
     """
     axes = {axis.name: f"{axis.name} ({axis.size} positions)" for axis in quilt.axes}
-    colours = {"times": "clients a round", "smallest": "smallest budget"}
+    colors = {"times": "clients a round", "smallest": "smallest budget"}
     periods = {"first": "all rounds"}
     if quilt.is_binned:
         periods = {"first": f"first {MAX_COLUMNS} rounds", "all": "all rounds"}
@@ -151,12 +151,12 @@ def quilt_figure(quilt: Quilt, title: str = "Trained positions") -> Figure:
         (axis, period): quilt.cells(axis, period == "all") for axis in axes for period in periods
     }
     shown: dict[tuple[str, ...], Chart] = {
-        (axis, colour, period): charts.quilt(cells[axis, period], axis, colour, quilt.budgets)
+        (axis, color, period): charts.quilt(cells[axis, period], axis, color, quilt.budgets)
         for axis in axes
-        for colour in colours
+        for color in colors
         for period in periods
     }
-    controls = [Control("Axis", axes), Control("Colour", colours), Control("Rounds", periods)]
+    controls = [Control("Axis", axes), Control("Colour", colors), Control("Rounds", periods)]
     name = quilt.axes[0].name
     times = quilt.times(name)
     notes = []

@@ -37,7 +37,7 @@ class StateReadError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Axis:
+class QuiltAxis:
     """An axis of the quilt, with room for the channels of all nets that are trained beside others.
 
     The base nets of Split-Mix have no common positions. Each has a part of the axis of its own.
@@ -55,7 +55,7 @@ class Quilt:
     A column is a round, or several rounds in a row if there are more than `MAX_COLUMNS`.
     """
 
-    axes: tuple[Axis, ...]  # Axes that are cut, those with most positions first
+    axes: tuple[QuiltAxis, ...]  # Axes that are cut, those with most positions first
     budgets: tuple[str, ...]  # Names of budgets, from the smallest on
     rounds: tuple[int, ...]  # Numbers of the rounds that are counted, from 1
     # Counts by axis, in columns that cover all rounds: (column, budget, position)
@@ -242,18 +242,18 @@ def quilt_of(run: Run, records: Sequence[Record]) -> Quilt:
         for _ in range(2)
     )
     planned, arrivals, params = (np.zeros(len(known), dtype=np.int64) for _ in range(3))
-    counter = _Counter(run, axes)
+    finder = _PositionFinder(run, axes)
     for column, (begin, end) in enumerate(bins(len(known), MAX_COLUMNS)):
         for index in range(begin, end):
             targets = [(counts, column), (first, index)][: 2 if index < num_columns else 1]
             for job, reached in trained_jobs(run, known[index]):
                 planned[index] += _num_positions(job.submodel)
-                params[index] = max(params[index], counter.params(job.submodel))
+                params[index] = max(params[index], finder.params(job.submodel))
                 if reached is None:
                     continue
                 arrivals[index] += _num_positions(reached)
                 budget = names.index(budgets[job.client.budget])
-                for axis, start, stop in counter.runs(reached, job.submodel):
+                for axis, start, stop in finder.runs(reached, job.submodel):
                     for table, row in targets:
                         table[axis][row, budget, start:stop] += 1
     rounds = tuple(record.round for record in known)
@@ -283,10 +283,10 @@ def _changes(column: np.ndarray) -> list[int]:
     return [int(position) for position in positions]
 
 
-class _Counter:
+class _PositionFinder:
     """Finds the positions of sub-models by axis. What depends on a member is computed once."""
 
-    def __init__(self, run: Run, axes: Sequence[Axis]) -> None:
+    def __init__(self, run: Run, axes: Sequence[QuiltAxis]) -> None:
         self.family = run.world.family
         self.axes = axes
         self.trained: dict[Any, frozenset[str]] = {}
@@ -332,7 +332,7 @@ def _num_positions(submodel: Submodel) -> int:
     return sum(len(positions) for positions in submodel.positions.values())
 
 
-def _axes(run: Run, records: Sequence[Record]) -> tuple[Axis, ...]:
+def _axes(run: Run, records: Sequence[Record]) -> tuple[QuiltAxis, ...]:
     """Return the axes of a quilt, those with most positions first.
 
     Args:
@@ -358,7 +358,7 @@ def _axes(run: Run, records: Sequence[Record]) -> tuple[Axis, ...]:
                 offsets[scope] = size
                 size += scopes.get(scope, {}).get(axis.name, 0)
         if size:
-            axes.append(Axis(axis.name, size, offsets))
+            axes.append(QuiltAxis(axis.name, size, offsets))
     axes.sort(key=lambda axis: -axis.size)
     return tuple(axes[:MAX_AXES])
 

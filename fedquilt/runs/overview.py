@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fedquilt.runs.run import Run
 
 _MAX_METRICS = 4  # Columns of metrics
-_MAX_LABELLED = 64  # Different budgets of a fleet, above which shares are shown as numbers
+_MAX_LABELED = 64  # Different budgets of a fleet, above which shares are shown as numbers
 
 
 def overview_of(run: Run) -> Overview:
@@ -55,7 +55,7 @@ def labels_of_run(run: Run) -> dict[str, str]:
     It is empty for a fleet of many different budgets, because each of them takes time.
     """
     kinds = run.fleet.kinds
-    if len(kinds) > _MAX_LABELLED:
+    if len(kinds) > _MAX_LABELED:
         return {}
     return labels_by_share(run.method, kinds, run.world, run.evaluation.shares)
 

@@ -212,13 +212,13 @@ class Supernet(nn.Module):
         for smaller in self._kernels.get(name, [])[1:]:
             if kernels.shape[-1] <= size:
                 break
-            kernels = centre(kernels, smaller)
+            kernels = center(kernels, smaller)
             flat = kernels.flatten(2) @ self.transforms[_transform_key(name, smaller)].T
             kernels = flat.unflatten(2, (smaller, smaller))
         return kernels
 
 
-def centre(kernels: Tensor, size: int) -> Tensor:
+def center(kernels: Tensor, size: int) -> Tensor:
     """Return the centre of square kernels, as a view.
 
     Args:

@@ -90,9 +90,9 @@ def rank_correlation(first: Sequence[float] | Floats, second: Sequence[float] | 
     Equal values have their mean rank.
     """
     ranks = [_ranks(np.asarray(values, dtype=np.float64)) for values in (first, second)]
-    centred = [values - values.mean() for values in ranks]
-    norm = float(np.sqrt((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
-    return float((centred[0] * centred[1]).sum() / norm) if norm > 0 else float("nan")
+    centered = [values - values.mean() for values in ranks]
+    norm = float(np.sqrt((centered[0] ** 2).sum() * (centered[1] ** 2).sum()))
+    return float((centered[0] * centered[1]).sum() / norm) if norm > 0 else float("nan")
 
 
 def _ranks(values: Floats) -> Floats:

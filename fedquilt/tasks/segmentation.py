@@ -15,7 +15,7 @@ from fedquilt.errors import DataError
 from fedquilt.tasks.classification import Classification, divergence
 
 LossName = Literal["cross-entropy", "dice", "both"]
-UNLABELLED = 255  # Value that 8-bit masks usually have at pixels that do not count.
+UNLABELED = 255  # Value that 8-bit masks usually have at pixels that do not count.
 
 
 @dataclass(frozen=True)
@@ -100,15 +100,15 @@ class Segmentation(Classification):
         model 256 classes, most of which never occur.
         """
         counted = targets[targets != self.ignore]
-        labelled = counted[counted != UNLABELLED]
-        if len(labelled) < len(counted) and (
-            not len(labelled) or int(labelled.max()) < UNLABELLED // 2
+        labeled = counted[counted != UNLABELED]
+        if len(labeled) < len(counted) and (
+            not len(labeled) or int(labeled.max()) < UNLABELED // 2
         ):
-            largest = f" and no other above {int(labelled.max())}" if len(labelled) else " alone"
+            largest = f" and no other above {int(labeled.max())}" if len(labeled) else " alone"
             raise DataError(
                 f"Segmentation was asked for on {name}; its masks have the value "
-                f"{UNLABELLED}{largest}. If it marks voxels that do not count, task.ignore = "
-                f"{UNLABELLED} would fit. If it is a class, number classes from 0 on without gaps."
+                f"{UNLABELED}{largest}. If it marks voxels that do not count, task.ignore = "
+                f"{UNLABELED} would fit. If it is a class, number classes from 0 on without gaps."
             )
         if bool((counted >= self._first).any()):
             return

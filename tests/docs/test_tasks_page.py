@@ -94,7 +94,7 @@ def test_the_example_predicts_a_quantile(own: Path) -> None:
 def test_the_tables_are_what_the_example_finds() -> None:
     example = load_example("tasks")
     for name, problem in example.PROBLEMS.items():
-        central, found = example.centralised(problem, problem.epochs), example.federated(name, 20)
+        central, found = example.centralized(problem, problem.epochs), example.federated(name, 20)
         for metric in problem.task.measured:
             row = re.search(
                 rf"^\| {metric.name} \| (.*) \|$", PAGE.split(f"| `{name}` |")[1], re.MULTILINE
@@ -110,6 +110,6 @@ def test_the_example_measures_in_one_place() -> None:
     example = load_example("tasks")
     assert example.PROBLEMS["digits-labels"].task == MultiLabel()
     problem = example.PROBLEMS["diabetes"]
-    central = example.centralised(problem, problem.epochs)
+    central = example.centralized(problem, problem.epochs)
     assert central["rmse"] < 0.9
     assert set(central) == {"rmse", "mae", "r2", "loss"}

@@ -430,7 +430,7 @@ def test_a_net_that_changes_its_input_in_place_gives_the_same_numbers_in_every_l
         assert not ours.engine.groups.refused
 
 
-class Neighbourly(nn.Module):
+class Neighborly(nn.Module):
     """A net that normalizes channels by their neighbours, with a tiny effect at first."""
 
     def __init__(self) -> None:
@@ -446,7 +446,7 @@ class Neighbourly(nn.Module):
 
 
 def test_nets_that_depend_on_each_other_are_not_trained_side_by_side(make_data, play):
-    family = fq.trace(Neighbourly, torch.zeros(2, 3, 8, 8))
+    family = fq.trace(Neighborly, torch.zeros(2, 3, 8, 8))
     method, data = with_local(HeteroFL(), batch_size=4), make_data(family, RAGGED)
     ours = played(method, family, data, "laid", 2)
     assert any("see each other" in why for why in ours.engine.groups.refused.values())

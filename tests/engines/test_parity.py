@@ -327,7 +327,7 @@ def test_calibration_is_the_same_on_every_engine(residual, make_data):
 
 
 @dataclass(frozen=True)
-class Penalised(Wrapping):
+class Penalized(Wrapping):
     """Another objective plus a penalty on all weights, also those outside of a nested net."""
 
     def __call__(self, view: View) -> Tensor:
@@ -352,7 +352,7 @@ class WithHalf(Wrapping):
 
 @pytest.mark.parametrize(
     "objective",
-    [Proximal(mu=0.5), Penalised(), WithHalf(), Penalised(Proximal(mu=0.5))],
+    [Proximal(mu=0.5), Penalized(), WithHalf(), Penalized(Proximal(mu=0.5))],
     ids=["proximal", "penalty", "second net", "penalty and proximal"],
 )
 @pytest.mark.parametrize("name", ["fjord", "fedrescue", "sheterofl"])

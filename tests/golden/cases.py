@@ -245,7 +245,7 @@ DATA = {
     "dsfl": public_digits,
     "fedet": public_digits,
 }
-OPTIMISERS = {"scaffold": fq.optimizers.SGD(lr=0.03, momentum=0.0)}  # it refuses momentum
+OPTIMIZERS = {"scaffold": fq.optimizers.SGD(lr=0.03, momentum=0.0)}  # it refuses momentum
 
 # The first three records are older than the others. Their learning rate is larger, and clients have
 # fewer classes.
@@ -261,7 +261,7 @@ FIRST_RUNS = {
 METHOD_RUNS = {
     name + ending: Case(
         few_server_steps(DSFL(coded=True) if name == "dsfl" else method()),
-        {"optimizer": OPTIMISERS[name]} if name in OPTIMISERS else {},
+        {"optimizer": OPTIMIZERS[name]} if name in OPTIMIZERS else {},
         net=NETS.get(name, residual_net),
         data=DATA.get(name, digits),
         link=link,
@@ -461,7 +461,7 @@ def export(case: Case, folder: Path, share: float = 0.5, **how: Any) -> None:
     case.play().export(folder / "model.safetensors", fq.Budget(share=share), **how)
 
 
-def save_customisable(folder: Path) -> None:
+def save_customizable(folder: Path) -> None:
     """Train, and write one model for several shares."""
     METHOD_RUNS["heterofl"].play().customizable((1.0, 0.5)).save(folder / "sizes.safetensors")
 
@@ -472,7 +472,7 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
     "files-export": partial(export, METHOD_RUNS["heterofl"]),
     "files-export-fedbn": partial(export, METHOD_RUNS["fedbn"], share=1.0, client=0),
     "files-export-splitmix": partial(export, ROBUST_SPLITMIX, robustness=0.5),
-    "files-customisable": save_customisable,
+    "files-customisable": save_customizable,
 }
 
 # Run by `make test`; all others are slow.

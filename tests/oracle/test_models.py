@@ -69,7 +69,7 @@ def exact(family: Family, arch: Arch) -> Arch:
     )
 
 
-def randomised(family: Family) -> dict[str, Tensor]:
+def randomized(family: Family) -> dict[str, Tensor]:
     """Initial weights with norms that do something: fresh ones are all zeros and ones."""
     generator = torch.Generator().manual_seed(3)
     state = family.init(1)
@@ -110,7 +110,7 @@ def data_for(family: Family, batch: int = 2) -> tuple[Tensor, Tensor]:
 
 
 def check(family: Family, share: float, kind: str) -> None:
-    state = randomised(family)
+    state = randomized(family)
     inputs, targets = data_for(family)
     arch = family.fit(fq.Budget(share=share))
     same = exact(family, arch)

@@ -147,8 +147,8 @@ def test_a_round_of_rafl_has_the_bytes_of_its_knowledge_net() -> None:
 def test_the_utilisations_of_table_3_follow_from_its_columns() -> None:
     """Mean capacity over mean limit is 99, 93, 96 and 90 %."""
     for row in parsed_preset("rafl/table3").rows:
-        limit, capacity, utilisation, *_ = row.paper
-        assert round(100 * float(capacity) / float(limit)) == int(utilisation)
+        limit, capacity, utilization, *_ = row.paper
+        assert round(100 * float(capacity) / float(limit)) == int(utilization)
 
 
 @pytest.mark.slow

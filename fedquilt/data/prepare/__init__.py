@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.data.prepare.catalogue import DATA_SETS, DataSet, Recipe
+from fedquilt.data.prepare.catalog import DATA_SETS, DataSet, Recipe
 from fedquilt.data.prepare.download import Downloads, Fetched, Published, Watch
 from fedquilt.errors import ConfigError
 from fedquilt.names import known

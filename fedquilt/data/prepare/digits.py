@@ -103,7 +103,7 @@ def balanced(digits: np.ndarray, count: int, key: int, name: str) -> np.ndarray:
 def _mnist(files: Mapping[str, Fetched], split: str, count: int, key: int) -> Samples:
     images, digits = mnist(files, split)
     rows = balanced(digits, count, key, f"MNIST's {split} part")
-    return _coloured(images[rows]), digits[rows]
+    return _colored(images[rows]), digits[rows]
 
 
 def _svhn(files: Mapping[str, Fetched], split: str, count: int, key: int) -> Samples:
@@ -150,7 +150,7 @@ def _usps(files: Mapping[str, Fetched], split: str, count: int, key: int) -> Sam
     file = files["usps.bz2" if split == "train" else "usps.t.bz2"]
     images, digits = _libsvm(file)
     rows = balanced(digits, count, key, f"USPS's {split} part")
-    return _resized(_coloured(images[rows], check_size=False)), digits[rows]
+    return _resized(_colored(images[rows], check_size=False)), digits[rows]
 
 
 def _libsvm(file: Fetched) -> Samples:
@@ -259,14 +259,14 @@ _READERS: dict[str, Callable[[Mapping[str, Fetched], str, int, int], Samples]] =
 # --- images -------------------------------------------------------------------------------------
 
 
-def _coloured(grey: np.ndarray, check_size: bool = True) -> np.ndarray:
+def _colored(gray: np.ndarray, check_size: bool = True) -> np.ndarray:
     """Return grey images (n, height, width) with three equal channels, (n, height, width, 3).
 
     With `check_size`, images that are not 28 × 28 pixels raise a DataError.
     """
-    if check_size and grey.shape[1:] != (SIDE, SIDE):
-        raise DataError(f"images of {grey.shape[1:]} pixels were found; {SIDE} × {SIDE} fit.")
-    return np.repeat(grey[..., None], 3, axis=3)
+    if check_size and gray.shape[1:] != (SIDE, SIDE):
+        raise DataError(f"images of {gray.shape[1:]} pixels were found; {SIDE} × {SIDE} fit.")
+    return np.repeat(gray[..., None], 3, axis=3)
 
 
 def _resized(images: np.ndarray) -> np.ndarray:

@@ -109,7 +109,7 @@ class DigitDraws:
         self.count += 1
         return low + noise.key(self.key, self.count) % (high - low + 1)
 
-    def colour(self) -> tuple[int, int, int]:
+    def color(self) -> tuple[int, int, int]:
         """Draw a random colour as red, green and blue, each from 0 to 255."""
         return self.between(0, 255), self.between(0, 255), self.between(0, 255)
 
@@ -141,16 +141,16 @@ def _image(digit: int, draws: DigitDraws, typefaces: tuple[Path | None, ...]) ->
     from PIL import Image, ImageFilter
 
     number = [draws.between(0, 9) for _ in range(draws.between(*NUM_DIGITS))]
-    labelled = draws.between(0, len(number) - 1)
-    number[labelled] = digit
+    labeled = draws.between(0, len(number) - 1)
+    number[labeled] = digit
     text = "".join(map(str, number))
     font = _font(typefaces[draws.between(0, len(typefaces) - 1)], draws.between(*FONT_SIZE))
     angle = draws.between(*TENTHS_OF_DEGREES) / 10
     shift = (draws.between(*SHIFT), draws.between(*SHIFT))
-    background, stroke = _colours(draws)
+    background, stroke = _colors(draws)
     radius = draws.between(*BLUR_TENTHS) / 10
 
-    mask = _written(text, labelled, font)
+    mask = _written(text, labeled, font)
     mask = mask.rotate(angle, Image.Resampling.BILINEAR, translate=shift)
     size = (CANVAS, CANVAS)
     picture = Image.composite(
@@ -159,11 +159,11 @@ def _image(digit: int, draws: DigitDraws, typefaces: tuple[Path | None, ...]) ->
     return picture.filter(ImageFilter.GaussianBlur(radius)).reduce(ZOOM)
 
 
-def _colours(draws: DigitDraws) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+def _colors(draws: DigitDraws) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Draw the colours of background and stroke, again until they have enough contrast."""
     while True:
-        background = draws.colour()
-        stroke = draws.colour()
+        background = draws.color()
+        stroke = draws.color()
         contrast = sum(
             abs(value - other_value) for value, other_value in zip(background, stroke, strict=True)
         )
@@ -171,18 +171,18 @@ def _colours(draws: DigitDraws) -> tuple[tuple[int, int, int], tuple[int, int, i
             return background, stroke
 
 
-def _written(text: str, labelled: int, font: FreeTypeFont) -> Image:
+def _written(text: str, labeled: int, font: FreeTypeFont) -> Image:
     """Return white text on black as a grey image, cropped to the square canvas.
 
     Args:
         text: Digits to write.
-        labelled: Index in `text` of the digit that is centred.
+        labeled: Index in `text` of the digit that is centred.
         font: Font of the text.
     """
     from PIL import Image, ImageDraw
 
-    left, top, right, bottom = font.getbbox(text[labelled])
-    offset = font.getlength(text[:labelled])
+    left, top, right, bottom = font.getbbox(text[labeled])
+    offset = font.getlength(text[:labeled])
     corner = (round((CANVAS - left - right) / 2 - offset), round((CANVAS - top - bottom) / 2))
     mask = Image.new("L", (CANVAS, CANVAS), 0)
     ImageDraw.Draw(mask).text(corner, text, fill=255, font=font)

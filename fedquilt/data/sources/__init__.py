@@ -26,7 +26,7 @@ from fedquilt.data.sources.generated import generated
 from fedquilt.data.sources.hub import hub
 from fedquilt.data.sources.images import images
 from fedquilt.data.sources.masks import is_mask_folder, masks
-from fedquilt.data.sources.padding import NormaliseEach, PaddedPart
+from fedquilt.data.sources.padding import NormalizeEach, PaddedPart
 from fedquilt.data.sources.text import text
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.errors.extras import how_to_install
@@ -123,7 +123,7 @@ def _sklearn_datasets(name: str) -> ModuleType:
 @remembered
 def npz(  # noqa: PLR0913  # The parameters are settings of the source.
     path: File,  # Path of the .npz file.
-    normalize: NormaliseEach = "auto",  # How stored values are scaled: docs/data.md has a table.
+    normalize: NormalizeEach = "auto",  # How stored values are scaled: docs/data.md has a table.
     mean: tuple[float, ...] = (),  # Mean of each channel, white is 1. Empty: by normalize.
     std: tuple[float, ...] = (),  # Standard deviation of each channel, together with mean.
     channels: Channels = "auto",  # Position of the channels in arrays. auto: found by the shape.
@@ -281,7 +281,7 @@ class _Samples:
         return _Samples(parts, public, classes)
 
 
-def _prepared(samples: _Samples, multiple_of: int, standardise: bool, name: str) -> _Samples:
+def _prepared(samples: _Samples, multiple_of: int, standardize: bool, name: str) -> _Samples:
     """Pad samples that have masks to common sides, and standardise samples on request.
 
     Public inputs are treated in the same way.
@@ -289,7 +289,7 @@ def _prepared(samples: _Samples, multiple_of: int, standardise: bool, name: str)
     Args:
         samples: Samples as they are in the file.
         multiple_of: Sides of samples with masks are padded to a multiple of this number.
-        standardise: True: standardise every channel of every sample by itself.
+        standardize: True: standardise every channel of every sample by itself.
         name: Name of the data set for messages.
 
     Raises:
@@ -300,11 +300,11 @@ def _prepared(samples: _Samples, multiple_of: int, standardise: bool, name: str)
     if train.has_masks:
         inputs = [part.inputs for part in samples.parts] + ([] if public is None else [public])
         sides = padding.common_sides([array.shape[2:] for array in inputs], multiple_of, name)
-        parts = tuple(part.padded(sides, standardise, name) for part in samples.parts)
+        parts = tuple(part.padded(sides, standardize, name) for part in samples.parts)
         padding.check_foreground(name, [part.targets for part in parts])
         if public is not None:
             padding.check_values(public, name)
-            public = padding.stacked_inputs(list(public), sides, standardise)
+            public = padding.stacked_inputs(list(public), sides, standardize)
         return replace(samples, parts=parts, public=public)
 
     if multiple_of != 1 or any(part.shapes is not None for part in samples.parts):
@@ -313,13 +313,13 @@ def _prepared(samples: _Samples, multiple_of: int, standardise: bool, name: str)
             f"number for every pixel or voxel. It has inputs of shape {train.inputs.shape} and "
             f"targets of shape {train.targets.shape} and type {train.targets.dtype}."
         )
-    if not standardise:
+    if not standardize:
         return samples
     parts = tuple(
-        replace(part, inputs=padding.each_standardised(part.inputs, name)) for part in samples.parts
+        replace(part, inputs=padding.each_standardized(part.inputs, name)) for part in samples.parts
     )
     if public is not None:
-        public = padding.each_standardised(public, name)
+        public = padding.each_standardized(public, name)
     return replace(samples, parts=parts, public=public)
 
 

@@ -11,7 +11,7 @@ from fedquilt import noise
 from fedquilt.checks import whole
 from fedquilt.data.origin import remembered
 from fedquilt.data.pool import Pool
-from fedquilt.data.scale import Normalise, Scale
+from fedquilt.data.scale import Normalize, Scale
 from fedquilt.errors import ConfigError
 
 GRID = 4  # Blocks per side of a prototype. Large ones of one colour each survive pooling.
@@ -27,7 +27,7 @@ def generated(  # noqa: PLR0913  # The parameters are settings of the source.
     train: int = 400,  # Number of training samples of all classes and domains together.
     test: int = 100,  # Number of test samples of all classes and domains together.
     domains: tuple[str, ...] = (),  # Names of domains, which shift colours. Empty: none.
-    normalize: Normalise = "auto",  # Normalisation of the bytes, as for npz.
+    normalize: Normalize = "auto",  # Normalisation of the bytes, as for npz.
     mean: tuple[float, ...] = (),  # Mean of each channel, white is 1. Empty: by normalize.
     std: tuple[float, ...] = (),  # Standard deviation of each channel, together with mean.
     seed: int = 0,  # Random seed of prototypes, noise and colours.
@@ -108,8 +108,8 @@ def _prototypes(seed: int, classes: int, shape: tuple[int, int, int]) -> Tensor:
     """
     channels, height, width = shape
     key = torch.tensor(noise.key(seed, noise.Stream.GENERATED_IMAGES, _PROTOTYPE))
-    colours = noise.bits(key, classes * channels * GRID * GRID) % (BRIGHTEST - DARKEST) + DARKEST
-    blocks = colours.reshape(classes, channels, GRID, GRID)
+    colors = noise.bits(key, classes * channels * GRID * GRID) % (BRIGHTEST - DARKEST) + DARKEST
+    blocks = colors.reshape(classes, channels, GRID, GRID)
     rows = torch.arange(height) * GRID // height
     columns = torch.arange(width) * GRID // width
     return blocks[:, :, rows][..., columns]  # (class, channel, height, width)

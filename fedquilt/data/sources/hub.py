@@ -18,7 +18,7 @@ from fedquilt.data.convert import coded
 from fedquilt.data.origin import remembered
 from fedquilt.data.parts import Parts
 from fedquilt.data.pool import Pool
-from fedquilt.data.scale import Normalise, Scale
+from fedquilt.data.scale import Normalize, Scale
 from fedquilt.data.sources.images import image_errors, stacked
 from fedquilt.data.sources.text import Texts, Tokens, predict_words
 from fedquilt.errors import ConfigError, DataError
@@ -44,7 +44,7 @@ def hub(  # noqa: PLR0913  # The parameters are settings of the source.
     test_files: str = "",  # Test file of a loader. Empty: none.
     folder: str = "",  # Folder of a loader. Empty: none.
     size: int = 0,  # Pixels per side to resize images to. 0: all must have the same size.
-    normalize: Normalise = "auto",  # How stored values are scaled: docs/data.md has a table.
+    normalize: Normalize = "auto",  # How stored values are scaled: docs/data.md has a table.
     mean: tuple[float, ...] = (),  # Mean of each channel, white is 1. Empty: by normalize.
     std: tuple[float, ...] = (),  # Standard deviation of each channel, together with mean.
     vocabulary: int = 10_000,  # Number of words in the vocabulary of text.

@@ -15,7 +15,7 @@ import torch
 from fedquilt.checks import File
 from fedquilt.data.origin import remembered
 from fedquilt.data.pool import Pool
-from fedquilt.data.scale import Normalise, Scale
+from fedquilt.data.scale import Normalize, Scale
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.errors.extras import how_to_install
 from fedquilt.storage.tensor_files import too_large
@@ -31,9 +31,9 @@ SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 def images(  # noqa: PLR0913  # The parameters are settings of the source.
     path: File,  # Path of the folder.
     size: int = 0,  # Pixels per side to resize images to. 0: all must have the same size.
-    grey: bool = False,  # Read images with one channel.
+    gray: bool = False,  # Read images with one channel.
     domains: bool = False,  # Folders of classes are in folders of domains: train/DOMAIN/CLASS/….
-    normalize: Normalise = "auto",  # How stored values are scaled: docs/data.md has a table.
+    normalize: Normalize = "auto",  # How stored values are scaled: docs/data.md has a table.
     mean: tuple[float, ...] = (),  # Mean of each channel, white is 1. Empty: by normalize.
     std: tuple[float, ...] = (),  # Standard deviation of each channel, together with mean.
     public: float = 0.0,  # Share of the training samples that all clients have. 0: none.
@@ -46,7 +46,7 @@ def images(  # noqa: PLR0913  # The parameters are settings of the source.
     Args:
         path: Path of the folder.
         size: Pixels per side to which images are resized. 0: they must all have the same size.
-        grey: True: read images with one channel. False: with three.
+        gray: True: read images with one channel. False: with three.
         domains: True: folders of classes are in folders of domains, as in train/DOMAIN/CLASS/….
             False: there are no domains.
         normalize: Scaling of the bytes. "auto" and "channel": by the mean and standard deviation of
@@ -67,14 +67,14 @@ def images(  # noqa: PLR0913  # The parameters are settings of the source.
     width, height = image_size(sets[0][0])
     shape = (size, size) if size else (height, width)
     count = sum(map(len, sets))
-    if problem := too_large(count * shape[0] * shape[1] * (1 if grey else 3), max_bytes):
+    if problem := too_large(count * shape[0] * shape[1] * (1 if gray else 3), max_bytes):
         raise DataError(
             f"{root} has {count:,} images of {shape[0]}×{shape[1]} pixels and is not read: "
             f"{problem}"
         )
     opened = partial(open_image, max_bytes=max_bytes)
     inputs = [
-        stacked(map(opened, files), list(map(str, files)), shape, grey, bool(size))
+        stacked(map(opened, files), list(map(str, files)), shape, gray, bool(size))
         for files in sets
     ]
     targets = [np.array([classes.index(file.parent.name) for file in files]) for files in sets]
@@ -100,7 +100,7 @@ def images(  # noqa: PLR0913  # The parameters are settings of the source.
 
 
 def stacked(
-    images: Iterable[Image], names: list[str], shape: tuple[int, int], grey: bool, resize: bool
+    images: Iterable[Image], names: list[str], shape: tuple[int, int], gray: bool, resize: bool
 ) -> np.ndarray:
     """Return images of Pillow as one array of bytes (sample, channel, height, width).
 
@@ -110,7 +110,7 @@ def stacked(
         images: Images of Pillow.
         names: Name of each image for messages.
         shape: Height and width of the result.
-        grey: True: one channel. False: three channels.
+        gray: True: one channel. False: three channels.
         resize: True: images are resized to `shape`. False: other sizes are refused.
 
     Raises:
@@ -118,10 +118,10 @@ def stacked(
     """
     from PIL.Image import Resampling
 
-    stack = np.empty((len(names), *shape, 1 if grey else 3), np.uint8)
+    stack = np.empty((len(names), *shape, 1 if gray else 3), np.uint8)
     for index, image in enumerate(images):
         with image:
-            picture = image.convert("L" if grey else "RGB")
+            picture = image.convert("L" if gray else "RGB")
         if resize:
             picture = picture.resize(shape[::-1], Resampling.BILINEAR)
         if (picture.height, picture.width) != shape:

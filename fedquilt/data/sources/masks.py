@@ -19,7 +19,7 @@ from fedquilt.data.origin import remembered
 from fedquilt.data.pool import Pool
 from fedquilt.data.sources import nifti, padding
 from fedquilt.data.sources.images import SUFFIXES, image_size, open_image
-from fedquilt.data.sources.padding import NormaliseEach, shape_text
+from fedquilt.data.sources.padding import NormalizeEach, shape_text
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.storage.tensor_files import memory_limit, too_large
 
@@ -49,13 +49,13 @@ Reader = Callable[[Path, Path], Pair]
 def masks(  # noqa: PLR0913  # The parameters are settings of the source.
     path: File,  # Path of the folder.
     size: int = 0,  # Pixels per side to which pictures are resized. 0: they keep their size.
-    grey: bool = False,  # Read pictures with one channel.
+    gray: bool = False,  # Read pictures with one channel.
     labels: tuple[int, ...] = (),  # Value of each class in masks. Empty: 0, 1, 2, ….
     ignored: int | None = None,  # Value in masks that does not count. None: there is none.
     domains: bool = False,  # Images and masks are in folders of domains.
     canonical: bool = False,  # Turn NIfTI volumes so that their axes are RAS.
     multiple_of: int = 1,  # Pad sides to a multiple, 16 for a U-Net of depth 4. 1: no effect.
-    normalize: NormaliseEach = "auto",  # How stored values are scaled: docs/data.md has a table.
+    normalize: NormalizeEach = "auto",  # How stored values are scaled: docs/data.md has a table.
     mean: tuple[float, ...] = (),  # Mean of each channel, white is 1. Empty: by normalize.
     std: tuple[float, ...] = (),  # Standard deviation of each channel, together with mean.
     public: float = 0.0,  # Share of the training samples that all clients have. 0: none.
@@ -71,7 +71,7 @@ def masks(  # noqa: PLR0913  # The parameters are settings of the source.
         path: Path of the folder.
         size: Pixels per side to which pictures are resized. 0: they keep their size. Volumes must
             have 0.
-        grey: True: read pictures with one channel. False: with three. Volumes must have False.
+        gray: True: read pictures with one channel. False: with three. Volumes must have False.
         labels: Value of each class in masks, in the order of the classes. Empty: the values are the
             classes 0, 1, 2, ….
         ignored: Value in masks that counts in no loss and no metric. None: there is none.
@@ -94,9 +94,9 @@ def masks(  # noqa: PLR0913  # The parameters are settings of the source.
     _check_labels(labels, ignored)
     parts = [_paired(images, marked, domains) for images, marked in mask_folders(root)]
     files = list(chain.from_iterable(parts))
-    read, is_volume = _reader(files[0][0], size, grey, canonical)
+    read, is_volume = _reader(files[0][0], size, gray, canonical)
     if not is_volume:
-        _check_pictures(root, files, size, grey, max_bytes)
+        _check_pictures(root, files, size, gray, max_bytes)
     limit = memory_limit(max_bytes)
     pairs: list[Pair] = []
     num_bytes = 0
@@ -232,7 +232,7 @@ def _by_stem(folder: Path) -> dict[str, Path]:
     return by_stem
 
 
-def _check_pictures(root: Path, files: list[Files], size: int, grey: bool, max_bytes: int) -> None:
+def _check_pictures(root: Path, files: list[Files], size: int, gray: bool, max_bytes: int) -> None:
     """Raise a DataError if pictures and their masks would take too much memory.
 
     Sizes are read from headers, so that no pixels are loaded.
@@ -241,14 +241,14 @@ def _check_pictures(root: Path, files: list[Files], size: int, grey: bool, max_b
         root: Folder of the data, for the message.
         files: Image and mask of each sample.
         size: Pixels per side to which pictures are resized. 0: they keep their size.
-        grey: True: pictures have one channel. False: three.
+        gray: True: pictures have one channel. False: three.
         max_bytes: Bytes that they may take. 0: half of the free memory.
     """
     total = 0
     for image_file, _ in files:
         if not _is_volume(image_file):
             width, height = (size, size) if size else image_size(image_file)
-            total += width * height * ((1 if grey else 3) + MASK_BYTES)
+            total += width * height * ((1 if gray else 3) + MASK_BYTES)
     if problem := too_large(total, max_bytes):
         raise DataError(f"{root} has {len(files):,} pictures with masks and is not read: {problem}")
 
@@ -257,22 +257,22 @@ def _is_volume(file: Path) -> bool:
     return file.name.lower().endswith(nifti.SUFFIXES)
 
 
-def _reader(first: Path, size: int, grey: bool, canonical: bool) -> tuple[Reader, bool]:
+def _reader(first: Path, size: int, gray: bool, canonical: bool) -> tuple[Reader, bool]:
     """Return the function that reads an image and its mask, and True if they are volumes.
 
     Args:
         first: First image, whose ending tells volumes from pictures.
         size: Pixels per side to which pictures are resized. 0: they keep their size.
-        grey: True: read pictures with one channel.
+        gray: True: read pictures with one channel.
         canonical: True: turn volumes so that their axes are RAS.
 
     Raises:
         ConfigError: A setting of pictures was given for volumes, or the reverse.
     """
     if _is_volume(first):
-        if size or grey:
+        if size or gray:
             raise ConfigError(
-                f"size and grey are for pictures; {first.name} is a volume. Leave them out."
+                f"size and gray are for pictures; {first.name} is a volume. Leave them out."
             )
         return partial(_read_volume, canonical=canonical), True
     if not whole(size):
@@ -283,17 +283,17 @@ def _reader(first: Path, size: int, grey: bool, canonical: bool) -> tuple[Reader
         raise ConfigError(
             f"canonical is for NIfTI volumes; {first.name} is a picture. Leave it out."
         )
-    return partial(_read_picture, size=size, grey=grey), False
+    return partial(_read_picture, size=size, gray=gray), False
 
 
-def _read_picture(image_file: Path, mask_file: Path, size: int, grey: bool) -> Pair:
+def _read_picture(image_file: Path, mask_file: Path, size: int, gray: bool) -> Pair:
     """Read a picture as bytes (channel, height, width), and its mask as int64 (height, width).
 
     Args:
         image_file: File of the picture.
         mask_file: File of the mask, with one number a pixel.
         size: Pixels per side. A resized mask takes the nearest value. 0: sizes stay.
-        grey: True: one channel. False: three.
+        gray: True: one channel. False: three.
 
     Raises:
         DataError: A file is a volume, the mask is a JPEG or in colour, the picture has more than 8
@@ -313,7 +313,7 @@ def _read_picture(image_file: Path, mask_file: Path, size: int, grey: bool) -> P
             f"{image_file} has more than 8 bits a channel (mode {opened.mode}), which would be cut "
             "off. Volumes (.nii.gz) and arrays (.npz) keep all of them."
         )
-    picture = opened.convert("L" if grey else "RGB")
+    picture = opened.convert("L" if gray else "RGB")
     mask = open_image(mask_file)
     if mask.mode not in MASK_MODES:
         raise DataError(
@@ -460,7 +460,7 @@ def _check_alike(files: list[Files], pairs: list[Pair]) -> None:
 def _stacked(
     pairs: list[Pair],
     sides: tuple[int, ...],
-    standardise: bool,
+    standardize: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs (sample, channel, *sides) and targets (sample, *sides) of image-mask pairs.
 
@@ -469,10 +469,10 @@ def _stacked(
     Args:
         pairs: Image and mask of each sample.
         sides: Sides of the result, none shorter than a sample's.
-        standardise: True: standardise every channel of every image before padding.
+        standardize: True: standardise every channel of every image before padding.
     """
     images = [pair.image for pair in pairs]
-    if standardise:
-        images = [padding.standardised(image) for image in images]
+    if standardize:
+        images = [padding.standardized(image) for image in images]
     inputs = padding.stacked(images, sides, 0, images[0].dtype)
     return inputs, padding.padded_masks([pair.mask for pair in pairs], sides)

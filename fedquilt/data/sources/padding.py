@@ -12,11 +12,11 @@ import numpy as np
 from fedquilt.checks import whole
 from fedquilt.data.convert import IGNORED
 from fedquilt.data.pool import Pool
-from fedquilt.data.scale import Normalise, Scale
+from fedquilt.data.scale import Normalize, Scale
 from fedquilt.errors import ConfigError, DataError
 
 # "sample" standardises every sample by the mean and standard deviation of its own channels.
-NormaliseEach = Literal[Normalise, "sample"]
+NormalizeEach = Literal[Normalize, "sample"]
 MAX_VALUES = 2**28  # Values of one channel of a sample after padding: 1 GiB as float32.
 
 
@@ -75,19 +75,19 @@ class PaddedPart:
             )
         return self.shapes
 
-    def padded(self, sides: Sequence[int], standardise: bool, name: str) -> PaddedPart:
+    def padded(self, sides: Sequence[int], standardize: bool, name: str) -> PaddedPart:
         """Return the part with new sides: inputs are 0 and masks −100 outside of true shapes.
 
         Args:
             sides: Sides of the result, none shorter than those of the inputs.
-            standardise: True: standardise every sample inside of its true shape.
+            standardize: True: standardise every sample inside of its true shape.
             name: Name of the data set, which errors begin with.
 
         Raises:
             DataError: Inputs, masks and true shapes do not fit each other.
         """
         shapes = self.checked_shapes(name)
-        inputs = stacked_inputs(_boxes(self.inputs, shapes), sides, standardise)
+        inputs = stacked_inputs(_boxes(self.inputs, shapes), sides, standardize)
         return PaddedPart(inputs, padded_masks(_boxes(self.targets, shapes), sides))
 
 
@@ -178,7 +178,7 @@ def stacked(
 def stacked_inputs(
     samples: Sequence[np.ndarray],
     sides: Sequence[int],
-    standardise: bool,
+    standardize: bool,
 ) -> np.ndarray:
     """Stack images or volumes (channel, *size) into (sample, channel, *sides), 0 in the padding.
 
@@ -187,10 +187,10 @@ def stacked_inputs(
     Args:
         samples: Images or volumes.
         sides: Sides of the result, none shorter than a sample's.
-        standardise: Standardise every channel of every sample, as float32.
+        standardize: Standardise every channel of every sample, as float32.
     """
-    if standardise:
-        return stacked([standardised(sample) for sample in samples], sides, 0, np.float32)
+    if standardize:
+        return stacked([standardized(sample) for sample in samples], sides, 0, np.float32)
     dtype = samples[0].dtype
     is_stored = dtype.kind == "f" or dtype == np.uint8
     return stacked(samples, sides, 0, dtype if is_stored else np.float32)
@@ -227,7 +227,7 @@ def check_foreground(name: str, masks: Sequence[np.ndarray]) -> None:
 # --- normalization ------------------------------------------------------------------------------
 
 
-def standardised(sample: np.ndarray) -> np.ndarray:
+def standardized(sample: np.ndarray) -> np.ndarray:
     """Return a sample as float32, every channel with mean 0 and standard deviation 1.
 
     A channel that is constant becomes 0.
@@ -237,12 +237,12 @@ def standardised(sample: np.ndarray) -> np.ndarray:
     """
     values = sample.astype(np.float64)
     axes = tuple(range(1, sample.ndim))
-    centred = values - values.mean(axes, keepdims=True)
-    std = centred.std(axes, keepdims=True)
-    return np.asarray(centred / np.where(std > 0, std, 1.0), np.float32)
+    centered = values - values.mean(axes, keepdims=True)
+    std = centered.std(axes, keepdims=True)
+    return np.asarray(centered / np.where(std > 0, std, 1.0), np.float32)
 
 
-def each_standardised(samples: np.ndarray, name: str) -> np.ndarray:
+def each_standardized(samples: np.ndarray, name: str) -> np.ndarray:
     """Return samples as float32, every channel of every sample standardised.
 
     Args:
@@ -258,12 +258,12 @@ def each_standardised(samples: np.ndarray, name: str) -> np.ndarray:
             f'normalize = "sample" was asked for; samples of {name} have shape '
             f"{samples.shape[1:]}. It needs several values for each channel, (channel, …)."
         )
-    return np.stack([standardised(sample) for sample in samples])
+    return np.stack([standardized(sample) for sample in samples])
 
 
 def scale_of_counted(
     pool: Pool,
-    normalize: NormaliseEach,
+    normalize: NormalizeEach,
     mean: Sequence[float] = (),
     std: Sequence[float] = (),
 ) -> Scale | None:

@@ -43,7 +43,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Result:
+class DeviceSums:
     """Sums that a device sent for one task."""
 
     count: int  # Samples of a test, or batches of a measurement
@@ -96,7 +96,7 @@ class EvalExchange:
 
     def ask(
         self, federation: Federation, work: Mapping[int, Sequence[Work]], batch_size: int
-    ) -> dict[tuple[int, int], Result]:
+    ) -> dict[tuple[int, int], DeviceSums]:
         """Ask devices, and return their sums by the number of the test or net, and by client.
 
         A device gets at most `MAX_JOBS` tasks in one message.
@@ -106,7 +106,7 @@ class EvalExchange:
             work: Tasks of each client.
             batch_size: Samples in a batch.
         """
-        results: dict[tuple[int, int], Result] = {}
+        results: dict[tuple[int, int], DeviceSums] = {}
         most = max((len(tasks) for tasks in work.values()), default=0)
         for first in range(0, most, MAX_JOBS):
             absent = self.absent
@@ -120,7 +120,7 @@ class EvalExchange:
 
     def _exchange(
         self, federation: Federation, work: Mapping[int, Sequence[Work]], batch_size: int
-    ) -> dict[tuple[int, int], Result]:
+    ) -> dict[tuple[int, int], DeviceSums]:
         """Send one request to each client, and return the sums of valid replies.
 
         Args:
@@ -133,7 +133,7 @@ class EvalExchange:
             client: self._request(federation, client, tasks, batch_size, stored)
             for client, tasks in work.items()
         }
-        results: dict[tuple[int, int], Result] = {}
+        results: dict[tuple[int, int], DeviceSums] = {}
         if not requests:
             return results
         self.asked |= requests.keys()
@@ -214,7 +214,7 @@ class EvalExchange:
 
     def _validated(
         self, federation: Federation, message: Message, request: str, work: Sequence[Work]
-    ) -> list[Result]:
+    ) -> list[DeviceSums]:
         """Return the sums of a reply, or refuse the whole reply.
 
         Args:
@@ -257,7 +257,7 @@ class EvalExchange:
         sums = read_sums(message.files[0], reply.counts, expected, title)
         for part, count, values in zip(work, reply.counts, sums, strict=True):
             _check_sums(federation.world, part, count, values)
-        return [Result(*pair) for pair in zip(reply.counts, sums, strict=True)]
+        return [DeviceSums(*pair) for pair in zip(reply.counts, sums, strict=True)]
 
 
 def _with_file(task: EvalTask, file: int) -> EvalTask:

@@ -19,7 +19,7 @@ from fedquilt.family.build import blueprint
 from fedquilt.family.dual import adjustables
 from fedquilt.family.tracing.atoms import Dim
 from fedquilt.family.tracing.recorder import Recorder, call_module, line_of, tensors_in
-from fedquilt.family.tracing.run import Follower, RecordedRun, RunError, Value
+from fedquilt.family.tracing.run import Observer, RecordedRun, RunError, Value
 from fedquilt.family.variants import choose
 from fedquilt.hardware.torch_internals import (
     FAKE_TENSOR_LOGGER,
@@ -118,7 +118,7 @@ class RunOptions:
         is_recorded: Returns True for operations that are recorded as they are. Others are
             decomposed.
         weights: Dimensions of the weights, by name. All other weights have plain sizes.
-        follower: Context that observes the run. None: there is none.
+        observer: Context that observes the run. None: there is none.
         constants: Buffers whose values Python may read, by name. All members must have the same.
         train: True: the module runs in training mode.
         grad: True: autograd saves what a backward pass would need. Single random numbers are then
@@ -128,7 +128,7 @@ class RunOptions:
 
     is_recorded: Callable[[OpOverload], bool]
     weights: Mapping[str, tuple[Dim, ...]] = field(default_factory=dict)
-    follower: Follower | None = None
+    observer: Observer | None = None
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     train: bool = False
     grad: bool = False
@@ -225,9 +225,9 @@ def _run(
         stack.enter_context(_same_seeds())
         stack.enter_context(mode)
         stack.enter_context(recorder)
-        if options.follower is not None:
-            options.follower.attach(module, recorder.value)
-            stack.enter_context(options.follower)
+        if options.observer is not None:
+            options.observer.attach(module, recorder.value)
+            stack.enter_context(options.observer)
         try:
             output = call_module(module, fake_inputs)
         except Exception as error:

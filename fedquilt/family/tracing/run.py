@@ -95,7 +95,7 @@ class RecordedRun:
         )
 
 
-class Follower(AbstractContextManager[Any], Protocol):
+class Observer(AbstractContextManager[Any], Protocol):
     """A context that observes a run at the level of Python."""
 
     def attach(self, module: nn.Module, value: Callable[[Tensor], Value]) -> None:

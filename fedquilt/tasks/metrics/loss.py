@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Loss(SumMetric):
+class MeanLoss(SumMetric):
     """Mean of the task's loss, as in training.
 
     Sums: the sum of the losses, and the divisor of the mean (float64).

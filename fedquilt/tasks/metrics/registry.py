@@ -14,7 +14,7 @@ from fedquilt.tasks.metrics.base import (
 )
 from fedquilt.tasks.metrics.classes import Accuracy, Perplexity, TopK
 from fedquilt.tasks.metrics.labels import F1, LabelAccuracy, MicroF1
-from fedquilt.tasks.metrics.loss import Loss
+from fedquilt.tasks.metrics.loss import MeanLoss
 from fedquilt.tasks.metrics.masks import Dice, IoU, MaskMetric, PooledDice, PooledIoU
 from fedquilt.tasks.metrics.numbers import MAE, R2, RMSE
 from fedquilt.tasks.metrics.ranking import AUROC, AveragePrecision
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 METRICS: dict[str, type[Metric]] = {
     "accuracy": Accuracy,
     "top5": TopK,
-    "loss": Loss,
+    "loss": MeanLoss,
     "perplexity": Perplexity,
     "f1": F1,
     "micro_f1": MicroF1,

@@ -121,8 +121,8 @@ def svhn_file(split: str) -> bytes:
 
 def svhn_images(split: str) -> np.ndarray:
     """Return images of one colour each, which resizing does not change."""
-    colours = pixels(50, len(digits_of(split)), 1, 1, 3)
-    return np.ascontiguousarray(np.broadcast_to(colours, (len(colours), 32, 32, 3)))
+    colors = pixels(50, len(digits_of(split)), 1, 1, 3)
+    return np.ascontiguousarray(np.broadcast_to(colors, (len(colors), 32, 32, 3)))
 
 
 def usps_file(split: str) -> bytes:
@@ -131,8 +131,8 @@ def usps_file(split: str) -> bytes:
     """
     lines = []
     for digit in digits_of(split).tolist():
-        grey = 20 * digit / 127.5 - 1
-        entries = " ".join(f"{position}:{grey:.6f}" for position in range(1, 257))
+        gray = 20 * digit / 127.5 - 1
+        entries = " ".join(f"{position}:{gray:.6f}" for position in range(1, 257))
         lines.append(f"{digit + 1} {entries}")
     return bz2.compress(("\n".join(lines) + "\n").encode())
 

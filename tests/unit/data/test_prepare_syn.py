@@ -39,11 +39,11 @@ def test_images_differ_and_show_two_colours():
     assert int(contrast.sum(1).min()) > 50  # blurred, but seen
 
 
-@pytest.mark.parametrize(("text", "labelled"), [("273", 1), ("73", 0), ("27", 1), ("722", 0)])
-def test_the_labelled_digit_is_in_the_middle(text, labelled):
+@pytest.mark.parametrize(("text", "labeled"), [("273", 1), ("73", 0), ("27", 1), ("722", 0)])
+def test_the_labelled_digit_is_in_the_middle(text, labeled):
     font = _font(FONTS / "DejaVuSansMono.ttf", 60)
     alone = np.asarray(_written("7", 0, font)).astype(int)
-    beside = np.asarray(_written(text, labelled, font)).astype(int)
+    beside = np.asarray(_written(text, labeled, font)).astype(int)
     rows, columns = alone.nonzero()
     assert abs(rows.min() + rows.max() - CANVAS + 1) <= 2
     assert abs(columns.min() + columns.max() - CANVAS + 1) <= 2

@@ -15,7 +15,7 @@ from fedquilt.deployment.device_engine import OnDevice
 from fedquilt.deployment.enrolment import Enrolment, ServerFacts
 from fedquilt.deployment.host import DeviceHost, DeviceSettings
 from fedquilt.deployment.in_process import InProcess, own_data
-from fedquilt.deployment.problems import Problem, ProblemLog
+from fedquilt.deployment.problems import DeviceProblem, ProblemLog
 from fedquilt.deployment.terms import Terms
 from fedquilt.engines.flower.engine import Flower
 from fedquilt.errors import ConfigError
@@ -271,9 +271,9 @@ def test_a_budget_that_holds_nothing_is_final(data, tmp_path):
     host = DeviceHost(settings, own_data(data, 0))
     enrolment = Enrolment.read(host.enrol(deployment.about).note)
     assert "holds nothing of the server's model" in enrolment.failed
-    assert Problem.load(settings.state) == Problem(enrolment.failed, is_final=True)
+    assert DeviceProblem.load(settings.state) == DeviceProblem(enrolment.failed, is_final=True)
     deployment.hosts[0].enrol(deployment.about)
-    assert Problem.load(settings.state) is None
+    assert DeviceProblem.load(settings.state) is None
 
 
 def test_a_problem_is_reported_once_and_again_when_it_is_over(data, tmp_path):
@@ -292,7 +292,7 @@ def test_a_problem_is_reported_once_and_again_when_it_is_over(data, tmp_path):
 
 
 def test_a_problem_of_an_earlier_join_is_not_shown(tmp_path):
-    Problem.report(tmp_path, Problem("old"))
+    DeviceProblem.report(tmp_path, DeviceProblem("old"))
     assert ProblemLog("phone", tmp_path).changed() == ("", None)
 
 

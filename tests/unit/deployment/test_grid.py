@@ -23,13 +23,13 @@ from fedquilt.deployment.roster import Roster
 from fedquilt.round.wire import Message
 from fedquilt.terms import Budget
 
-Behaviour = Callable[[FlowerMessage], Any]
+Behavior = Callable[[FlowerMessage], Any]
 
 
 class MemoryGrid:
     """Grid whose nodes are functions. A node returns a reply, an error, or None for no reply."""
 
-    def __init__(self, keys: list[bytes], nodes: list[Behaviour]) -> None:
+    def __init__(self, keys: list[bytes], nodes: list[Behavior]) -> None:
         self.keys, self.nodes = keys, nodes
         self.online = set(range(len(nodes)))
         self.pushed: list[FlowerMessage] = []
@@ -73,7 +73,7 @@ def courier_of(tmp_path, monkeypatch) -> Callable[..., tuple[GridCourier, Memory
     for name in ("_task_id", "_run_id", "_node_id"):  # Flower sets them in a ServerApp.
         monkeypatch.setattr(TaskIdentity, name, 1)
 
-    def make(*nodes: Behaviour) -> tuple[GridCourier, MemoryGrid]:
+    def make(*nodes: Behavior) -> tuple[GridCourier, MemoryGrid]:
         make_keys(tmp_path, len(nodes))
         keys = [path.read_bytes() for path in KeyFolder(tmp_path).device_public_keys]
         roster = Roster()

@@ -512,10 +512,10 @@ class Pairs(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(6, 8), nn.Linear(6, 10)
         self.both = nn.Bilinear(8, 10, 12)
-        self.centres = nn.Parameter(torch.randn(5, 12))
+        self.centers = nn.Parameter(torch.randn(5, 12))
 
     def forward(self, x: Tensor) -> Tensor:
-        return -torch.cdist(self.both(self.a(x), self.b(x)).tanh(), self.centres)
+        return -torch.cdist(self.both(self.a(x), self.b(x)).tanh(), self.centers)
 
 
 class Maxout(nn.Module):

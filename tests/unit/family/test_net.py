@@ -94,7 +94,7 @@ class Rewrites(nn.Module):
         return self.head(self.begin(x))
 
 
-def _centred(x: Tensor) -> Tensor:
+def _centered(x: Tensor) -> Tensor:
     x -= x.mean(1, keepdim=True)
     return x
 
@@ -111,7 +111,7 @@ def _blanked(x: Tensor) -> Tensor:
     ("begin", "apart"),
     [
         (nn.ReLU(inplace=True), torch.relu),
-        (_centred, lambda x: x - x.mean(1, keepdim=True)),
+        (_centered, lambda x: x - x.mean(1, keepdim=True)),
         (_blanked, lambda x: x * (torch.arange(4) > 0)),
         (lambda x: x.clamp_(0, 1), lambda x: x.clamp(0, 1)),
         (lambda x: x.flatten(1).mul_(2), lambda x: 2 * x),

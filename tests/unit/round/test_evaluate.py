@@ -421,7 +421,7 @@ def test_a_method_that_deploys_no_tuple_is_refused(residual, make_data, play):
         play(with_local(Old(), batch_size=4), residual, make_data(residual, (6, 6)), (1.0, 0.5))
 
 
-class Centred(torch.nn.Module):
+class Centered(torch.nn.Module):
     """Takes the mean of the batch from every sample by hand."""
 
     def __init__(self) -> None:
@@ -434,7 +434,7 @@ class Centred(torch.nn.Module):
 
 
 def test_a_forward_that_mixes_samples_is_detected_and_tested_in_the_same_batches(make_data, play):
-    family = fq.trace(Centred, torch.rand(2, 4))
+    family = fq.trace(Centered, torch.rand(2, 4))
     assert family.depends_on_batch(Pass(statistics="stored"))
     data, how = make_data(family, (5, 6, 7)), fq.Evaluation(every=1, batch_size=5)
     runs = [
@@ -451,7 +451,7 @@ def test_mixing_of_samples_is_detected_for_every_example():
     """
     for seed in range(20):
         example = torch.rand(2, 4, generator=torch.Generator().manual_seed(seed))
-        assert fq.trace(Centred, example).depends_on_batch(Pass(statistics="stored")), seed
+        assert fq.trace(Centered, example).depends_on_batch(Pass(statistics="stored")), seed
 
 
 def test_the_same_clients_are_sampled_over_every_link(residual, make_data):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.supernet import Config, Space, Supernet, TinySpace, recalibrate
-from fedquilt.supernet.elastic import centre
+from fedquilt.supernet.elastic import center
 from fedquilt.supernet.mobilenet import InvertedSpace
 from fedquilt.supernet.space import StageOptions
 from tests.unit.supernet.spaces import REAL, SMALL
@@ -102,7 +102,7 @@ def test_identity_transforms_are_plain_crops():
         member = supernet.member(config).state_dict()
         for name, tensor in supernet.net.state_dict().items():
             if "stage" in name and name.endswith("filter.conv.weight"):
-                assert torch.equal(member[name], centre(tensor, size))
+                assert torch.equal(member[name], center(tensor, size))
                 assert member[name].shape[-1] == size
 
 

@@ -41,8 +41,8 @@ def test_domains_shift_colours_and_do_not_depend_on_each_other():
     for label in range(10):
         homes = pool.domains[pool.targets == label]
         assert torch.bincount(homes).tolist() == [4, 4]
-    colours = [pool.inputs[pool.domains == home].double().mean((0, 2, 3)) for home in (0, 1)]
-    assert float((colours[0] - colours[1]).abs().max()) > 20
+    colors = [pool.inputs[pool.domains == home].double().mean((0, 2, 3)) for home in (0, 1)]
+    assert float((colors[0] - colors[1]).abs().max()) > 20
     alone = generated(shape=(3, 8, 8), train=80, test=40, domains=("svhn",))
     svhn = pool.inputs[pool.domains == 1]
     assert torch.equal(alone.inputs[pool.domains == 1], svhn)

@@ -13,9 +13,9 @@ from fedquilt.data import Domains, images, source
 from fedquilt.errors import DataError
 
 
-def paint(path: Path, colour: tuple[int, int, int], size: tuple[int, int] = (4, 6)) -> None:
+def paint(path: Path, color: tuple[int, int, int], size: tuple[int, int] = (4, 6)) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", size, colour).save(path)
+    Image.new("RGB", size, color).save(path)
 
 
 def test_folders_are_classes(tmp_path):
@@ -37,7 +37,7 @@ def test_folders_are_classes(tmp_path):
 def test_without_train_and_test_a_fifth_is_held_out(tmp_path):
     for place in range(10):
         paint(tmp_path / "ab"[place % 2] / f"{place}.png", (place, place, place))
-    pool = images(str(tmp_path), grey=True, size=3)
+    pool = images(str(tmp_path), gray=True, size=3)
     assert pool.inputs.shape == (8, 1, 3, 3)
     assert len(pool.test_targets) == 2
     both = torch.cat([pool.inputs, pool.test_inputs])[:, 0, 0, 0]

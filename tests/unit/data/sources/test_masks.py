@@ -70,7 +70,7 @@ def test_an_image_has_the_mask_of_its_name(tmp_path):
 
 def test_without_a_test_part_a_fifth_is_held_out(tmp_path):
     pictures(tmp_path, 10)
-    pool = masks(str(tmp_path), grey=True)
+    pool = masks(str(tmp_path), gray=True)
     assert (len(pool.targets), len(pool.test_targets)) == (8, 2)
     both = torch.cat([pool.inputs, pool.test_inputs])[:, 0]
     assert torch.equal(torch.cat([pool.targets, pool.test_targets]), (both % 3).long())
@@ -161,7 +161,7 @@ def test_a_resized_mask_has_no_new_classes(tmp_path):
     mask = np.repeat(np.array([[0, 2]], np.uint8), 4, 0).repeat(2, 1)
     for place in range(5):
         picture(tmp_path, f"{place}.png", np.zeros((4, 4, 3), np.uint8), mask)
-    pool = masks(str(tmp_path), size=6, grey=True)
+    pool = masks(str(tmp_path), size=6, gray=True)
     assert pool.inputs.shape[1:] == (1, 6, 6)
     assert pool.targets[0, 0].tolist() == [0, 0, 0, 2, 2, 2]
     with pytest.raises(ConfigError, match="size = -1 was asked for; a whole number of pixels fits"):
@@ -407,9 +407,9 @@ def test_volumes_that_do_not_fit_are_refused(tmp_path):
         DataError, match=r"2\.png is a picture among volumes; a folder has one kind of files"
     ):
         masks(str(tmp_path))
-    for option in ({"size": 4}, {"grey": True}):
+    for option in ({"size": 4}, {"gray": True}):
         with pytest.raises(
-            ConfigError, match=r"size and grey are for pictures; 0\.nii\.gz is a volume"
+            ConfigError, match=r"size and gray are for pictures; 0\.nii\.gz is a volume"
         ):
             masks(str(tmp_path), **option)
 

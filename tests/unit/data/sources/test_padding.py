@@ -138,7 +138,7 @@ def test_samples_without_masks_are_standardised_too(tmp_path):
     torch.testing.assert_close(pool.inputs.mean((2, 3)), torch.zeros(8, 3), rtol=0, atol=1e-6)
     with pytest.raises(ConfigError, match="Leave out one of the two"):
         npz(path, normalize="sample", mean=(0.5,), std=(0.5,))
-    assert not padding.standardised(np.full((1, 2), 7, np.uint8)).any()  # a constant channel
+    assert not padding.standardized(np.full((1, 2), 7, np.uint8)).any()  # a constant channel
 
 
 @pytest.mark.parametrize(

@@ -813,8 +813,8 @@ class Standardized(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.by_hand:
-            centred = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-            return F.conv2d(x, centred / self.weight.std((1, 2, 3), keepdim=True), self.bias)
+            centered = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+            return F.conv2d(x, centered / self.weight.std((1, 2, 3), keepdim=True), self.bias)
         rows = self.weight.reshape(1, self.out_channels, -1)
         return F.conv2d(
             x, F.batch_norm(rows, None, None, training=True).reshape_as(self.weight), self.bias

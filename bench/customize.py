@@ -1,7 +1,7 @@
 """Switching a deployed model's size: setting a share of one that shares its weights, against
 loading a file a switch.
 
-    python bench/customise.py [--model preresnet18] [--batch 1]
+    python bench/customize.py [--model preresnet18] [--batch 1]
 
 Prints, for nested nets (HeteroFL) and base nets whose logits are averaged (Split-Mix), ms of a
 switch and of a forward pass at every share, and the bytes that are resident. `load` reads a file's
