@@ -29,6 +29,11 @@ class MeanLoss(SumMetric):
 
     higher_is_better: ClassVar[bool] = False
 
+    @property
+    @override
+    def name(self) -> str:
+        return "loss"
+
     @classmethod
     @override
     def for_task(cls, task: Task) -> Self:
