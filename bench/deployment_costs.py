@@ -110,7 +110,7 @@ def measured_bytes() -> None:
     """Print the bytes at the socket and of the payload, by round and device."""
     rows = []
     for name, more in (("perfect", ""), ("4 bits both ways", CODED)):
-        plan = Plan(rounds=ROUNDS, model=LARGE, more=more)
+        plan = Plan(rounds=ROUNDS, models=(LARGE,), more=more)
         with tempfile.TemporaryDirectory() as folder:
             deployment = Deployment(Path(folder), plan, has_links=True)
             with deployment:
@@ -146,7 +146,7 @@ def _sent(deployment: Deployment) -> dict[str, int]:
 def devices() -> None:
     """Print the peak memory of workers whose devices train members of very different sizes."""
     shares = (1.0, 1 / 16)
-    plan = Plan(rounds=3, shares=shares, model=HUGE)
+    plan = Plan(rounds=3, shares=shares, models=(HUGE,))
     with tempfile.TemporaryDirectory() as folder:
         deployment = Deployment(Path(folder), plan)
         with deployment:

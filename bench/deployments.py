@@ -38,8 +38,8 @@ SETTINGS = """
 rounds = {rounds}
 [method]
 name = "{method}"
+{settings}
 local = {{ batch_size = 10, epochs = {epochs}, optimizer = {optimizer} }}
-[model]
 {model}
 [data]
 name = "{data}"
@@ -81,10 +81,12 @@ class Plan:
     optimizer: str = '{ name = "sgd", lr = 0.0005 }'
     shares: Sequence[float] = SHARES
     method: str = "fedrolex"
-    model: str = 'name = "tiny_resnet"'  # Settings of the model
+    settings: str = ""  # Further settings of the method
+    models: Sequence[str] = ('name = "tiny_resnet"',)  # Settings of each model
     shape: tuple[int, ...] = (1, 8, 8)
     samples: int = 30  # Of each device
     every: int = 0  # Rounds between two evaluations. 0: none
+    public: int = 0  # Samples without targets that the server and all devices have
     more: str = ""  # Further settings, such as a link
 
     def write(self, folder: Path) -> None:
@@ -95,13 +97,18 @@ class Plan:
         inputs = generator.integers(0, 256, (count + 30, *self.shape)).astype(np.uint8)
         targets = generator.integers(0, 5, count + 30)
         tests = {"x_test": inputs[count:], "y_test": targets[count:]}
+        if self.public:
+            shape = (self.public, *self.shape)
+            tests["public"] = generator.integers(0, 256, shape).astype(np.uint8)
         np.savez(folder / "server.npz", x_train=inputs[:count], y_train=targets[:count], **tests)
+        header = "[model]" if len(self.models) == 1 else "[[model]]"
         text = SETTINGS.format(
             rounds=self.rounds,
             epochs=self.epochs,
             method=self.method,
+            settings=self.settings,
             optimizer=self.optimizer,
-            model=self.model,
+            model="\n".join(f"{header}\n{model}" for model in self.models),
             data=folder / "server.npz",
             clients=clients,
             shares=", ".join(map(str, self.shares)),

@@ -352,7 +352,7 @@ def live(
 def slow_link(say: Callable[[str], None]) -> Result:
     """Send a reply of 10 MB over a link of 40 kB/s."""
     result = Result(SLOW)
-    plan = Plan(rounds=2, shares=(1.0,), model=LARGE_MODEL)
+    plan = Plan(rounds=2, shares=(1.0,), models=(LARGE_MODEL,))
     with workplace() as folder:
         deployment = Deployment(folder, plan, SLOW_DEADLINE_SECONDS, has_links=True)
         with deployment:

@@ -8,6 +8,7 @@ measured on its own samples would differ.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedquilt.checks import whole
 from fedquilt.config.resolve import resolved
@@ -62,10 +64,17 @@ class ServerFacts:
     layout: str = ""  # The layout of the model as JSON, before a method adapts it
     # Hashes of the model's constants, which devices compute, by name
     constants: Mapping[str, str] = field(default_factory=dict)
+    # Hash of the public samples, if clients use them. Empty: devices need no public samples
+    public: str = ""
 
     @staticmethod
     def of(
-        run: str, models: Sequence[Model], data: Pool, family: Family, task: Task | None = None
+        run: str,
+        models: Sequence[Model],
+        data: Pool,
+        family: Family,
+        task: Task | None = None,
+        clients_need_public: bool = False,
     ) -> ServerFacts:
         """Return what devices have to know about data and models.
 
@@ -75,6 +84,7 @@ class ServerFacts:
             data: Samples of the server, as they are stored.
             family: The traced models.
             task: Task that was asked for. None: it is inferred from the targets of the data.
+            clients_need_public: True if the method lets clients use the public samples.
         """
         terms = ModelTerms(tuple(models) if len(models) > 1 else models[0])
         scale = None
@@ -93,6 +103,7 @@ class ServerFacts:
             offered(data, task),
             layout.to_json(),
             constant_digests(family),
+            _digest(data.public) if clients_need_public else "",
         )
 
     def to_bytes(self) -> bytes:
@@ -108,6 +119,7 @@ class ServerFacts:
             "offers": dict(self.offers),
             "layout": _packed(self.layout),
             "constants": dict(self.constants),
+            "public": self.public,
         }
         return json.dumps(plain).encode()
 
@@ -120,11 +132,13 @@ class ServerFacts:
         """
         plain = bounded_json(text, MAX_DEPTH)
         keys = {"version", "run", "model", "shape", "dtype", "classes", "scale"}
-        keys |= {"offers", "layout", "constants"}
+        keys |= {"offers", "layout", "constants", "public"}
         if not isinstance(plain, dict) or plain.keys() != keys or plain["version"] != VERSION:
             raise FormatError(f"the server's description is none of version {VERSION}")
         if not isinstance(plain["run"], str) or not isinstance(plain["dtype"], str):
             raise FormatError("the server's description has no run or no type of samples")
+        if not isinstance(plain["public"], str):
+            raise FormatError("the server's description has no hash of public samples")
         shape = plain["shape"]
         if not isinstance(shape, list) or not all(whole(size, 1) for size in shape):
             raise FormatError("the server's description has no shape of samples")
@@ -152,13 +166,17 @@ class ServerFacts:
             offers,
             _unpacked(plain["layout"]),
             constants,
+            plain["public"],
         )
 
     def fitted(self, data: FederatedData) -> FederatedData:
         """Return a device's samples with the server's number of classes and normalisation.
 
+        Public samples that the clients of the method do not use are left out.
+
         Raises:
-            ConfigError: Samples have another shape, type or more classes.
+            ConfigError: Samples have another shape, type or more classes, or public samples that
+                clients use are missing or differ from the server's.
         """
         dtype = str(data.inputs.dtype).removeprefix("torch.")
         if (tuple(data.inputs.shape[1:]), dtype) != (self.shape, self.dtype):
@@ -172,6 +190,13 @@ class ServerFacts:
                 f"the server has {self.classes} classes; {data.name} on the device has "
                 f"{data.num_classes}. The server's classes would work on the device."
             )
+        if self.public and _digest(data.public) != self.public:
+            found = "none" if data.public is None else f"{len(data.public)} other ones"
+            raise ConfigError(
+                "the server's method lets clients learn from its public samples; "
+                f"{data.name} on the device has {found}. The array `public` of the server's data "
+                "would work in the device's file."
+            )
         scale = None
         if self.scale is not None:
             try:
@@ -179,7 +204,8 @@ class ServerFacts:
             except (TypeError, ValueError, RuntimeError) as error:
                 raise FormatError("the server's description has no normalisation") from error
             scale = Scale(mean, std)
-        return replace(data, num_classes=self.classes, scale=scale)
+        public = data.public if self.public else None
+        return replace(data, num_classes=self.classes, scale=scale, public=public)
 
     def family(
         self, data: FederatedData, model: str | None = None, allowed: Collection[str] = ()
@@ -212,6 +238,15 @@ def refuse_searched(models: Sequence[Model]) -> None:
             "searched nets were asked for, which the server finds for its fleet; devices cannot "
             "build such nets. Models by name would work: --model A B."
         )
+
+
+def _digest(public: Tensor | None) -> str:
+    """Return a hash of public samples as they are stored, or an empty text if there are none."""
+    if public is None:
+        return ""
+    content = hashlib.sha256(f"{tuple(public.shape)} {public.dtype}".encode())
+    content.update(public.contiguous().cpu().view(torch.uint8).numpy().data)
+    return content.hexdigest()
 
 
 def _packed(layout: str) -> str:

@@ -33,6 +33,9 @@ class Replay(Sequential):
         return None if attendance is None else sorted(attendance.asked)
 
     def _train(self, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
+        if self._is_public:  # The server trains, not a client.
+            super()._train(server, jobs, fold, outcome)
+            return
         attendance = self.attendances[server.round]
         absent, anew = set(attendance.absent), set(attendance.anew) - set(attendance.absent)
         memory = {key: state for key, state in server.memory.items() if key[0] not in anew}

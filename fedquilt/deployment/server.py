@@ -205,7 +205,14 @@ def _train(folder: Path, grid: Grid) -> None:
     models = experiment.models or (Model.usual(dealt[0]),)
     refuse_searched(models)
     family = experiment.trace(dealt[0])
-    facts = ServerFacts.of(request.run_id, models, dealt[0], family, experiment.task)
+    facts = ServerFacts.of(
+        request.run_id,
+        models,
+        dealt[0],
+        family,
+        experiment.task,
+        experiment.method.clients_need_public,
+    )
     courier.about = facts.to_bytes()
     enrol(folder, courier, request)
     budgets = Given(tuple(entry.budget for entry in roster))

@@ -167,6 +167,11 @@ class DSFL(Prototypes):
 
     @property
     @override
+    def clients_need_public(self) -> bool:
+        return True
+
+    @property
+    @override
     def note(self) -> str:
         return (
             "clients keep their nets; results are those of the server's nets, which learn from "

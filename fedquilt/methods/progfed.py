@@ -434,6 +434,11 @@ class ProgFed(Method):
     def needs_public(self) -> bool:
         return self.over.needs_public
 
+    @property
+    @override
+    def clients_need_public(self) -> bool:
+        return self.over.clients_need_public
+
     @override
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
         """Let the inner method train the server's net of the stage that this round trained.

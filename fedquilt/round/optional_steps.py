@@ -53,6 +53,14 @@ class OptionalSteps:
         return False
 
     @property
+    def clients_need_public(self) -> bool:
+        """Return True if clients use public samples, so that real devices need the same ones.
+
+        Those on which only the server trains can stay on the server.
+        """
+        return False
+
+    @property
     def needs_supernet(self) -> bool:
         """Return True if searched nets have to start from the weights of a supernet."""
         return False

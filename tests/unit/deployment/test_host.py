@@ -83,6 +83,31 @@ def test_a_device_takes_classes_and_normalisation_of_the_server(host, data):
     assert torch.equal(fitted.scale.std, scale.std)
 
 
+def test_public_samples_that_clients_use_must_be_the_servers(data, tmp_path):
+    public = data.inputs[:5].clone()
+    shared = replace(data, public=public)
+    model = Model("tiny_resnet")
+    facts = ServerFacts.of("run1", [model], shared, model.trace(data), clients_need_public=True)
+    assert torch.equal(facts.fitted(own_data(shared, 0)).public, public)
+    reasons = {
+        "has none": data,
+        "has 5 other ones": replace(data, public=public + 1),
+        "has 4 other ones": replace(data, public=public[:4]),
+    }
+    for reason, samples in reasons.items():
+        settings = DeviceSettings("phone", "unused", Budget(share=0.5), tmp_path)
+        host = DeviceHost(settings, own_data(samples, 0))
+        assert reason in Enrolment.read(host.enrol(facts.to_bytes()).note).failed
+
+
+def test_public_samples_that_clients_do_not_use_stay_on_the_server(data):
+    shared = replace(data, public=data.inputs[:5])
+    facts = about_of(shared)
+    assert facts.public == ""
+    assert facts.fitted(own_data(data, 0)).public is None
+    assert facts.fitted(own_data(shared, 0)).public is None
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
