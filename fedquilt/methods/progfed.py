@@ -299,9 +299,15 @@ class ProgFed(Method):
 
     @override
     def status(self, round: int, world: World) -> str:
+        if self.strategy == "end_to_end":
+            return ""
         last = num_stages(world.family)
         moment = self.moment(round, last)
-        return f"stage {moment.stage} of {last}{', warm-up' if moment.warm else ''}"
+        stage = moment.stage
+        if self.strategy == "random":
+            drawn, _ = self.variant(round, world)
+            stage = last if drawn == WHOLE else int(drawn.removeprefix("stage"))
+        return f"stage {stage} of {last}{', warm-up' if moment.warm else ''}"
 
     @override
     def settled(self, rounds: int) -> Self:

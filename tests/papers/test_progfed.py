@@ -528,16 +528,23 @@ def test_table_5_random_draws_a_stage_each_round_until_the_whole_model_is_traine
         "stage2",
         "whole",
     }
+    stages = [{"E1", "G1"}, {"E1", "E2", "G2"}, ALL]
     drawn = []
     for round in range(24):
         before = dict(run.server.weights)
         run.train(round + 1)
         drawn.append(moved(before, run.server.weights))
-    stages = [{"E1", "G1"}, {"E1", "E2", "G2"}, ALL]
+        shown = asked.status(round, run.world)
+        assert shown == f"stage {1 + stages.index(drawn[-1])} of 3"
     assert all(found in stages for found in drawn)
     assert all(stage in drawn[:20] for stage in stages)
     assert drawn[:20] != sorted(drawn[:20], key=stages.index)
     assert drawn[20:] == [ALL] * 4
+
+
+def test_end_to_end_shows_no_stages(make_data):
+    run = prepared(make_data, method(strategy="end_to_end", warmup=0))
+    assert [run.method.status(round, run.world) for round in (0, 5)] == ["", ""]
 
 
 def test_table_5_mixed_adds_the_losses_of_both_heads(make_data):
