@@ -170,7 +170,19 @@ class ProgFed(Method):
 
     @override
     def adapt(self, family: Family) -> Family:
-        """Return the family, as the inner method adapts it, with its stages as variants."""
+        """Return the family, as the inner method adapts it, with its stages as variants.
+
+        Raises:
+            ConfigError: Clients of the inner method train pairs of nets.
+            TraceError: The model does not have these stages.
+        """
+        if self.over.trains_pairs:
+            name = type(self.over).__name__
+            raise ConfigError(
+                f"ProgFed was asked for over {name}, whose clients train pairs of nets; a pair has "
+                "no common stages, so that it cannot grow. Any other method would work over one "
+                f"model, and {name} works by itself."
+            )
         return self.over.adapt(family).staged(self.stages)
 
     def lengths(self, num_stages: int) -> tuple[int, ...]:
@@ -287,9 +299,15 @@ class ProgFed(Method):
 
     @override
     def status(self, round: int, world: World) -> str:
+        if self.strategy == "end_to_end":
+            return ""
         last = num_stages(world.family)
         moment = self.moment(round, last)
-        return f"stage {moment.stage} of {last}{', warm-up' if moment.warm else ''}"
+        stage = moment.stage
+        if self.strategy == "random":
+            drawn, _ = self.variant(round, world)
+            stage = last if drawn == WHOLE else int(drawn.removeprefix("stage"))
+        return f"stage {stage} of {last}{', warm-up' if moment.warm else ''}"
 
     @override
     def settled(self, rounds: int) -> Self:

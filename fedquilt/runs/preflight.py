@@ -32,6 +32,7 @@ from fedquilt.round.training.batches import num_batches
 from fedquilt.round.training.check import check_objectives, has_own_objective
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.step import Batch
+from fedquilt.runs.overview import method_title
 from fedquilt.tasks import Task, check_task, is_own
 from fedquilt.terms import Arch, Budget, Client, Job, Server
 
@@ -91,7 +92,7 @@ def check_public_samples(federation: Federation, engine: Simulation) -> None:
         engine: Engine of the run, which has the data.
     """
     method, world = federation.method, federation.world
-    check_public(type(method).__name__, method.needs_public, world, engine.data)
+    check_public(method_title(method), method.needs_public, world, engine.data)
     if world.family.statistics:
         federation.method.local.norm.check_public(world.num_public)
 

@@ -15,6 +15,7 @@
     gigabytes_per_round number   the same as a mean over rounds
     mean metrics NAME %          mean over all entries of a metric, such as nets of different limits
     training_macs T              multiply-adds of all clients in all rounds
+    round_seconds 1 250 number   median seconds of rounds 1 to 250, evaluations included
 
 Presets of papers and pages of results use the same text.
 """
@@ -24,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from fedquilt.errors import ConfigError
@@ -46,6 +48,7 @@ UNITS = {
     "number": (1.0, 3),  # For errors and losses.
     "%2": (100.0, 2),  # Percent with two decimals, for counts.
 }
+_ROUND_SECONDS = "round_seconds"  # First key of the median seconds of a range of rounds.
 _MEAN = "mean"  # First key of a mean over all entries of a table.
 _COSTS = {
     "rounds_to": "round",
@@ -96,6 +99,11 @@ class TableValue:
                 f"the value {text!r} was asked for; write 'within BYTES KEYS UNIT', as in 'within "
                 "2e9 accuracy 1.0 %'."
             )
+        if path[0] == _ROUND_SECONDS and not _is_range(path[1:]):
+            raise ConfigError(
+                f"the value {text!r} was asked for; write '{_ROUND_SECONDS} FIRST LAST UNIT' with "
+                f"rounds from 1 on, as in '{_ROUND_SECONDS} 1 250 number'."
+            )
         return TableValue(tuple(path), unit)
 
     @property
@@ -112,9 +120,10 @@ class TableValue:
     def depends_on_round(self) -> bool:
         """Return True if only runs that reach some round or target have the value.
 
-        These are values that begin with `at`, `within`, or a key of `_COSTS` such as `bytes_to`.
+        These are values that begin with `at`, `within`, `round_seconds`, or a key of `_COSTS` such
+        as `bytes_to`.
         """
-        return self.is_cost or self.path[0] in ("at", "within")
+        return self.is_cost or self.path[0] in ("at", "within", _ROUND_SECONDS)
 
     def of(self, result: Result) -> float | Mapping[str, float] | None:
         """Return the number of a run, before its unit is applied. None: the run has no such number.
@@ -138,6 +147,10 @@ class TableValue:
         if first == "within":
             last = _last_grades_within(result, float(keys[0]))
             return None if last is None else _number(_tables(last), keys[1:])
+        if first == _ROUND_SECONDS:
+            start, end = map(int, keys)
+            seconds = [record.seconds for record in result.records[start - 1 : end]]
+            return median(seconds) if len(seconds) == end - start + 1 else None
         totals = {
             "gigabytes": _gigabytes(result),
             "gigabytes_per_round": _gigabytes_per_round(result),
@@ -159,6 +172,11 @@ def _is_number(text: str) -> bool:
         return math.isfinite(float(text))
     except ValueError:
         return False
+
+
+def _is_range(keys: Sequence[str]) -> bool:
+    """Return True if two keys are a first round, from 1 on, and a last round."""
+    return len(keys) == 2 and all(map(str.isdecimal, keys)) and 1 <= int(keys[0]) <= int(keys[1])
 
 
 def _tables(grades: Grades) -> dict[str, Any]:

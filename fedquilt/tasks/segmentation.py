@@ -89,7 +89,12 @@ class Segmentation(Classification):
                 "needed, with a class for each pixel or voxel, as U-Nets have it"
             )
         if classes < 2:
-            return f"the output has {classes} class; background and at least one more are needed"
+            has_foreground = bool(((targets > 0) & (targets != self.ignore)).any())
+            found = "" if has_foreground else ", and the masks have no foreground"
+            return (
+                f"the output has {classes} class{found}; background and at least one more "
+                "class are needed"
+            )
         return super().unfit(targets, output_shape)
 
     def check_whole(self, targets: Tensor, name: str) -> None:

@@ -19,7 +19,7 @@ from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, ProgFed
 from fedquilt.round.link import Link
 from fedquilt.round.training.schedules import Cosine, Steps
 from tests.conftest import LOCAL, assert_same, start_of, with_local
-from tests.growing import SIZES, ThreeBlocks, growing, moved, part_of, parts, plain
+from tests.growing import EXAMPLE, SIZES, ThreeBlocks, growing, moved, part_of, parts, plain
 
 PLAIN = fq.optimizers.SGD(lr=0.1, momentum=0.0)
 SHARP = fq.optimizers.SGD(lr=0.1, momentum=0.9, weight_decay=1e-2)
@@ -528,16 +528,23 @@ def test_table_5_random_draws_a_stage_each_round_until_the_whole_model_is_traine
         "stage2",
         "whole",
     }
+    stages = [{"E1", "G1"}, {"E1", "E2", "G2"}, ALL]
     drawn = []
     for round in range(24):
         before = dict(run.server.weights)
         run.train(round + 1)
         drawn.append(moved(before, run.server.weights))
-    stages = [{"E1", "G1"}, {"E1", "E2", "G2"}, ALL]
+        shown = asked.status(round, run.world)
+        assert shown == f"stage {1 + stages.index(drawn[-1])} of 3"
     assert all(found in stages for found in drawn)
     assert all(stage in drawn[:20] for stage in stages)
     assert drawn[:20] != sorted(drawn[:20], key=stages.index)
     assert drawn[20:] == [ALL] * 4
+
+
+def test_end_to_end_shows_no_stages(make_data):
+    run = prepared(make_data, method(strategy="end_to_end", warmup=0))
+    assert [run.method.status(round, run.world) for round in (0, 5)] == ["", ""]
 
 
 def test_table_5_mixed_adds_the_losses_of_both_heads(make_data):
@@ -600,6 +607,26 @@ def test_a_model_grows_once():
         ConfigError, match=r"ProgFed was asked for over ProgFed.*Any other method would work"
     ):
         ProgFed(over=ProgFed())
+
+
+def test_a_method_that_trains_pairs_of_nets_cannot_grow(play, make_data):
+    """Neither one model nor a union of nets would work, so that the error names neither."""
+    asked = ProgFed(over=METHODS["rafl"](), rounds=4)
+    other = fq.trace(ThreeBlocks, EXAMPLE)
+    for family in (growing(), fq.union({"knowledge": plain(), "private": other})):
+        with pytest.raises(
+            ConfigError,
+            match=r"ProgFed was asked for over RaFL, whose clients train pairs.*cannot grow\. Any "
+            r"other method would work over one model, and RaFL works by itself",
+        ):
+            play(asked, family, make_data(plain(), SIZES), rounds=4)
+
+
+def test_a_missing_public_set_is_reported_by_both_methods(play, make_data):
+    asked = ProgFed(over=METHODS["feddf"](), stage_rounds=1)
+    data = replace(make_data(growing(), SIZES), public=None)
+    with pytest.raises(ConfigError, match="ProgFed over FedDF was asked for, which needs at least"):
+        play(asked, growing(), data, rounds=4)
 
 
 def test_a_resume_with_other_stages_is_refused(tmp_path, play, make_data):

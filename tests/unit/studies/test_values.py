@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fedquilt.errors import ConfigError
@@ -78,6 +80,21 @@ def test_numbers_of_a_run(run, text, number):
     assert TableValue.parse(text).of(run) == number
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("round_seconds 1 4 number", 2.5),
+        ("round_seconds 2 4 number", 2.0),
+        ("round_seconds 4 4 number", 1.0),
+        ("round_seconds 4 5 number", None),
+    ],
+)
+def test_seconds_of_a_range_of_rounds_are_their_median(record, text, seconds):
+    times = (9.0, 3.0, 2.0, 1.0)
+    records = [replace(record(n), seconds=time) for n, time in enumerate(times, 1)]
+    assert TableValue.parse(text).of(Result("a", 0, {}, records)) == seconds
+
+
 def test_without_records_the_best_is_that_of_the_summary():
     early = Result("a", 0, {"best": {"accuracy": {"1.0": 0.7}}})
     assert TableValue.parse("best accuracy 1.0 %").of(early) == 0.7
@@ -126,6 +143,10 @@ def test_the_factor_is_that_of_the_unit():
         ("at 500 %", "write 'at ROUND KEYS UNIT'"),
         ("within 2GB accuracy 1.0 %", "write 'within BYTES KEYS UNIT'"),
         ("within 2e9 %", "write 'within BYTES KEYS UNIT'"),
+        ("round_seconds 1 number", "write 'round_seconds FIRST LAST UNIT'"),
+        ("round_seconds 0 4 number", "write 'round_seconds FIRST LAST UNIT'"),
+        ("round_seconds 4 3 number", "write 'round_seconds FIRST LAST UNIT'"),
+        ("round_seconds 1 last number", "write 'round_seconds FIRST LAST UNIT'"),
     ],
 )
 def test_a_text_that_is_no_value_is_refused(text, message):

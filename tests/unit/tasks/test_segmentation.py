@@ -286,7 +286,16 @@ def test_dice_of_every_foreground_class_is_reported_unless_others_are_asked_for(
         (TRUE, (2, 2, 2, 2), "a target is 2; the output has 2 classes, so that 0 to 1 fit"),
         (TRUE - 1, (2, 3, 2, 2), "a target is -1; .* -100 for targets that do not count"),
         (TRUE, (2, 3), r"the output has shape \(3,\) a sample; \(class, \*size\) is needed"),
-        (TRUE, (2, 1, 2, 2), "the output has 1 class; background and at least one more are needed"),
+        (
+            TRUE,
+            (2, 1, 2, 2),
+            "the output has 1 class; background and at least one more class are needed",
+        ),
+        (
+            0 * TRUE,
+            (2, 1, 2, 2),
+            "the output has 1 class, and the masks have no foreground; background and",
+        ),
     ],
 )
 def test_masks_that_do_not_fit_are_refused(masks, shape, message):
