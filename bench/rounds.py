@@ -34,7 +34,7 @@ from fedquilt.methods import HeteroFL
 from fedquilt.models import PreResNet
 from fedquilt.round.deployed import ready
 from fedquilt.round.eval_jobs import EvalJob
-from fedquilt.round.evaluate import grade
+from fedquilt.round.evaluate import evaluate
 from fedquilt.round.federation import World
 from fedquilt.round.fold import Fold
 from fedquilt.round.training.optimizers import SGD
@@ -127,10 +127,10 @@ class Ours:
             )
 
     def evaluate_all(self) -> None:
-        """What a user gets instead: every share, each with norm statistics of its own."""
+        """Evaluate as users do: every share, each with norm statistics of its own."""
         run = self.run
         with self.clock("five shares"):
-            grade(run.federation, run.server, run.fleet, run.engine, run.evaluation)
+            evaluate(run.federation, run.server, run.fleet, run.engine, run.evaluation)
 
 
 class Theirs:
