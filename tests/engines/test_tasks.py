@@ -111,7 +111,7 @@ def test_other_losses_give_the_same_numbers_on_both_engines(task):
     assert_same(*(play(task, HeteroFL(), engine) for engine in LOCAL))
 
 
-@pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
+@pytest.mark.parametrize("layout", ["alone", "grouped", "stack"])
 def test_captured_steps_and_passes_have_the_loss_of_the_task(layout):
     """Captured evaluations sum up all metrics, not only counts."""
     _, data, outputs = TASKS["regression"]

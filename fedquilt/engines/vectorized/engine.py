@@ -75,7 +75,7 @@ class Vectorized(Simulation):
     memory: int = 0
     record: bool | None = None  # True: steps are captured and replayed. None: only on a GPU
     # Layout of equal nets: one by one, side by side, stacked by vmap, or the fastest of these.
-    layout: Literal["auto", "alone", "laid", "stack"] = "auto"
+    layout: Literal["auto", "alone", "grouped", "stack"] = "auto"
 
     def __post_init__(self) -> None:
         self.evaluator = Evaluator(self)
