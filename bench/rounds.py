@@ -120,9 +120,9 @@ class Ours:
         with self.clock("calibration"):
             weights = ready(run.federation, run.server, [whole], run.engine, batch_size)[whole]
         with self.clock("evaluation"):
-            exam = EvalJob("1.0", (whole,), weights)
-            own = [replace(exam, client=id, own_classes=True) for id in range(CLIENTS)]
-            return run.engine.evaluate(run.federation, [exam, *own], batch_size)[0].main(
+            eval_job = EvalJob("1.0", (whole,), weights)
+            own = [replace(eval_job, client=id, own_classes=True) for id in range(CLIENTS)]
+            return run.engine.evaluate(run.federation, [eval_job, *own], batch_size)[0].main(
                 run.world.task
             )
 

@@ -293,7 +293,7 @@ class _Bench:
             weights: Weights of its nets, by scope and name.
             federation: World and method.
         """
-        exam = EvalJob(
+        eval_job = EvalJob(
             "",
             task.nets,
             weights,
@@ -306,10 +306,10 @@ class _Bench:
             task.limit,
         )
         self.engine.begin(federation)
-        count = len(self.engine.eval_samples(exam).samples)
+        count = len(self.engine.eval_samples(eval_job).samples)
         if not count:
             return 0, {}
-        (score,) = self.engine.evaluate(federation, [exam], self.request.batch_size)
+        (score,) = self.engine.evaluate(federation, [eval_job], self.request.batch_size)
         return count, score.sums
 
     def _statistics(self, task: EvalTask, weights: Weights, federation: Federation) -> Sums:

@@ -195,9 +195,9 @@ def test_base_nets_are_sorted_by_the_direction_of_the_main_metric(monkeypatch):
         net: family(1).cutter.gather(run.server.weights, net, list(family(1).layout.dims))
         for net in nets
     }
-    exams = [EvalJob("", (net,), joined((net,), cuts), on="training", limit=18) for net in nets]
+    eval_jobs = [EvalJob("", (net,), joined((net,), cuts), on="training", limit=18) for net in nets]
     errors = [
-        score.main(run.world.task) for score in run.engine.evaluate(run.federation, exams, 18)
+        score.main(run.world.task) for score in run.engine.evaluate(run.federation, eval_jobs, 18)
     ]
     assert [-error for error in errors] == pytest.approx(seen[-1], abs=1e-9)
 

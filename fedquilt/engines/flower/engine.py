@@ -47,9 +47,9 @@ from fedquilt.terms import ClientState, Job, Payload, Server, Submodel, Weights
 
 
 def _forget(server: Server, clients: set[int], outcome: Outcome) -> None:
-    """Replace the old memories of clients whose devices lost their state by empty ones.
+    """Replace the states of clients whose devices lost them by empty states.
 
-    They are written to `outcome`. Scopes that were trained in this round keep their new memories.
+    They are written to `outcome`. Scopes that were trained in this round keep their new states.
     """
     for (client, scope), state in server.memory.items():
         if client in clients and (client, scope) not in outcome.memory:
@@ -146,7 +146,7 @@ class Flower(Sequential):
                 job = sent_job.job
                 fold.add(result.updates[number])
                 outcome.losses.append(result.losses[number])
-                outcome.memory[client, job.submodel.scope] = result.memories[number]
+                outcome.memory[client, job.submodel.scope] = result.client_states[number]
                 member = self.world.family.member(job.submodel)
                 sizes = batch_sizes(job, sent_job.learner)
                 macs = self.macs(client, sent_job.learner, member, sizes)

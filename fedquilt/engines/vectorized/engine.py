@@ -414,8 +414,8 @@ class Vectorized(Simulation):
 
     # --- evaluation ------------------------------------------------------------------------------
 
-    def _evaluate(self, exams: Sequence[EvalSamples], batch_size: int) -> list[Score]:
-        return self.evaluator.evaluate(exams, batch_size)
+    def _evaluate(self, evaluations: Sequence[EvalSamples], batch_size: int) -> list[Score]:
+        return self.evaluator.evaluate(evaluations, batch_size)
 
     def _calibrate(
         self, nets: Sequence[tuple[EvalSpec, Weights]], batches: list[Tensor]

@@ -64,7 +64,7 @@ class Evaluator:
         self.idle_passes: dict[Hashable, list[CapturedPass]] = {}  # Captured passes by key
         self.uncapturable: set[Hashable] = set()  # Keys of passes that cannot be captured
 
-    def evaluate(self, exams: Sequence[EvalSamples], batch_size: int) -> list[Score]:
+    def evaluate(self, evaluations: Sequence[EvalSamples], batch_size: int) -> list[Score]:
         """Return the score of every evaluation.
 
         Evaluations of equal members run together. Those with the same weights form a larger batch,
@@ -72,30 +72,34 @@ class Evaluator:
         evaluation are captured too.
 
         Args:
-            exams: Evaluations to run.
+            evaluations: Evaluations to run.
             batch_size: Most samples in a batch. A CPU may use fewer if this does not change the
                 outputs.
         """
-        task, totals = self.world.task, Totals(len(exams))
+        task, totals = self.world.task, Totals(len(evaluations))
         work: dict[tuple[EvalSpec, int, float | None], list[ScorePart]] = {}
         # Captured passes by net. Evaluations of one net take turns on one captured pass.
         running: dict[Hashable, tuple[int, KeyedPass]] = {}
-        for position, exam in enumerate(exams):
-            kind = exam.kind(self.engine.method.local.norm)
+        for position, evaluation in enumerate(evaluations):
+            kind = evaluation.kind(self.engine.method.local.norm)
             size = self._batch_size(kind, batch_size)
-            batches = batched(exam.samples.to(self.engine.device), size)
-            if exam.class_mask is None and not task.collected:  # A captured pass gives only sums
-                net = id(exam.weights), kind
+            batches = batched(evaluation.samples.to(self.engine.device), size)
+            if (
+                evaluation.class_mask is None and not task.collected
+            ):  # A captured pass gives only sums
+                net = id(evaluation.weights), kind
                 if net in running:
                     previous, captured = running.pop(net)
                     totals.add([previous], add_lead(self._end_pass(captured)))
-                begun, batches = self._begin_pass(kind, exam.weights, batches)
+                begun, batches = self._begin_pass(kind, evaluation.weights, batches)
                 if begun:
                     running[net] = position, begun
             masks = (
-                batched(exam.stored_mask(task), size) if task.collected else [None] * len(batches)
+                batched(evaluation.stored_mask(task), size)
+                if task.collected
+                else [None] * len(batches)
             )
-            absent = None if exam.class_mask is None else exam.absent
+            absent = None if evaluation.class_mask is None else evaluation.absent
             for number, (rows, mask) in enumerate(zip(batches, masks, strict=True)):
                 work.setdefault((kind, len(rows), absent), []).append(
                     ScorePart(position, number, rows, mask)
@@ -105,15 +109,15 @@ class Evaluator:
             max_batches = self._batches_at_once(self._widest(kind.nets), size)
             for first in range(0, len(parts), max_batches):
                 chunk = parts[first : first + max_batches]
-                self._run_batches(kind, exams, chunk, absent, totals)
+                self._run_batches(kind, evaluations, chunk, absent, totals)
         for position, captured in running.values():
             totals.add([position], add_lead(self._end_pass(captured)))
-        return totals.scores(exams)
+        return totals.scores(evaluations)
 
     def _run_batches(
         self,
         kind: EvalSpec,
-        all_exams: Sequence[EvalSamples],
+        all_evaluations: Sequence[EvalSamples],
         parts: list[ScorePart],
         absent: float | None,
         totals: Totals,
@@ -122,21 +126,28 @@ class Evaluator:
 
         Args:
             kind: Forward pass, the same for all of the batches.
-            all_exams: All evaluations.
+            all_evaluations: All evaluations.
             parts: Batches of equal size.
             absent: Output that replaces those of classes that a client lacks. None: all classes
                 count.
             totals: Sums and outputs so far.
         """
-        exams, rows = [all_exams[part.exam_index] for part in parts], [part.rows for part in parts]
-        sums, outputs, targets = self._results(kind, exams, rows, absent)
-        totals.add([part.exam_index for part in parts], sums)
+        evaluations, rows = (
+            [all_evaluations[part.evaluation_index] for part in parts],
+            [part.rows for part in parts],
+        )
+        sums, outputs, targets = self._results(kind, evaluations, rows, absent)
+        totals.add([part.evaluation_index for part in parts], sums)
         if outputs is not None:
             for part, batch_outputs, batch_targets in zip(parts, outputs, targets, strict=True):
                 totals.store(part, batch_outputs, batch_targets)
 
     def _results(
-        self, kind: EvalSpec, exams: list[EvalSamples], rows: list[Tensor], absent: float | None
+        self,
+        kind: EvalSpec,
+        evaluations: list[EvalSamples],
+        rows: list[Tensor],
+        absent: float | None,
     ) -> Results:
         """Return the results of batches of equal size, in the order of the batches.
 
@@ -146,27 +157,35 @@ class Evaluator:
 
         Args:
             kind: Forward pass, the same for all of the batches.
-            exams: Evaluation of each batch.
+            evaluations: Evaluation of each batch.
             rows: Positions of each batch's samples.
             absent: Output that replaces those of classes that a client lacks. None: all classes
                 count.
         """
         hidden = -torch.inf if absent is None else absent
         # A single batch is faster without vmap, and some nets cannot be stacked.
-        if len(exams) == 1 or any(net.arch in self.engine.unstackable for net in kind.nets):
-            return self._one_by_one(kind, exams, rows, hidden)
-        shares_weights = all(exam.weights is exams[0].weights for exam in exams)
+        if len(evaluations) == 1 or any(net.arch in self.engine.unstackable for net in kind.nets):
+            return self._one_by_one(kind, evaluations, rows, hidden)
+        shares_weights = all(
+            evaluation.weights is evaluations[0].weights for evaluation in evaluations
+        )
         class_masks = None
         if absent is not None:
             class_masks = torch.stack(
-                [exam.class_mask for exam in exams if exam.class_mask is not None]
+                [
+                    evaluation.class_mask
+                    for evaluation in evaluations
+                    if evaluation.class_mask is not None
+                ]
             )
         # Outputs do not depend on other samples, so that one large batch gives the same outputs.
         if shares_weights and not self._depends_on_batch(kind):
-            return self._joined(kind, exams[0].weights, torch.stack(rows), class_masks, hidden)
-        weights, weights_dim = exams[0].weights, None
+            return self._joined(
+                kind, evaluations[0].weights, torch.stack(rows), class_masks, hidden
+            )
+        weights, weights_dim = evaluations[0].weights, None
         if not shares_weights:
-            weights, weights_dim = stacked([exam.weights for exam in exams]), 0
+            weights, weights_dim = stacked([evaluation.weights for evaluation in evaluations]), 0
         index = torch.stack(rows)
         inputs, targets = self.engine.samples(kind, index)
         masks_dim = None if class_masks is None else 0
@@ -180,27 +199,33 @@ class Evaluator:
                 raise
             for net in kind.nets:
                 self.engine.set_apart(net.arch, first_line(error))
-            return self._results(kind, exams, rows, absent)
+            return self._results(kind, evaluations, rows, absent)
         return sums, outputs_by_name.get("outputs"), targets
 
     def _one_by_one(
-        self, kind: EvalSpec, exams: list[EvalSamples], rows: list[Tensor], hidden: float
+        self, kind: EvalSpec, evaluations: list[EvalSamples], rows: list[Tensor], hidden: float
     ) -> Results:
         """Return the results of batches that are run one after another, without vmap.
 
         Args:
             kind: Forward pass, the same for all of the batches.
-            exams: Evaluation of each batch, with its weights and class mask.
+            evaluations: Evaluation of each batch, with its weights and class mask.
             rows: Positions of each batch's samples, (sample,). All batches have the same size.
             hidden: Output that replaces those of classes that a client lacks.
         """
         batch_results, all_targets = [], []
         with torch.no_grad():
-            for exam, batch_rows in zip(exams, rows, strict=True):
+            for evaluation, batch_rows in zip(evaluations, rows, strict=True):
                 inputs, targets = self.engine.samples(kind, batch_rows)
                 batch_results.append(
                     self._run_batch(
-                        kind, hidden, exam.weights, inputs, targets, batch_rows, exam.class_mask
+                        kind,
+                        hidden,
+                        evaluation.weights,
+                        inputs,
+                        targets,
+                        batch_rows,
+                        evaluation.class_mask,
                     )
                 )
                 all_targets.append(targets)
