@@ -251,10 +251,10 @@ class Flower(Sequential):
         positions = None
         initial: Weights = {}
         if needs := initial_needs(federation, job, learner):
-            wanted = initial_positions(federation, job, memory)
-            if memory is None or wanted.index != memory.submodel.index:
-                positions = wanted
-                initial = self.world.family.cutter.gather(self.initial, wanted, needs)
+            new_positions = initial_positions(federation, job, memory)
+            if memory is None or new_positions.index != memory.submodel.index:
+                positions = new_positions
+                initial = self.world.family.cutter.gather(self.initial, new_positions, needs)
         file = packet_file(packet, payload.first, initial)
         down = (packet.bytes if packet else 0) + payload.first_bytes
         sent = SentJob(job, learner, known, memory, down, payload.first_bytes)

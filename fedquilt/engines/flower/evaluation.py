@@ -127,15 +127,15 @@ class OnDevices(Engine):
         testable = [
             n for n, eval_job in enumerate(eval_jobs) if self._is_calibrated(federation, eval_job)
         ]
-        here = [number for number in testable if self._is_on_server(eval_jobs[number])]
-        chosen = [eval_jobs[number] for number in here]
-        if chosen:
-            on_server = self.flower.evaluate(federation, chosen, batch_size, by_domain)
-            for number, score in zip(here, on_server, strict=True):
+        on_server = [number for number in testable if self._is_on_server(eval_jobs[number])]
+        server_jobs = [eval_jobs[number] for number in on_server]
+        if server_jobs:
+            server_scores = self.flower.evaluate(federation, server_jobs, batch_size, by_domain)
+            for number, score in zip(on_server, server_scores, strict=True):
                 scores[number] = score
 
         work: dict[int, list[Work]] = {}
-        for number in sorted({*testable} - {*here}):
+        for number in sorted({*testable} - {*on_server}):
             for client in self._testers(federation, eval_jobs[number]):
                 work.setdefault(client.id, []).append(
                     self._test(federation, client, number, eval_jobs[number])
