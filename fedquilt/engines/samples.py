@@ -47,7 +47,7 @@ class EvalSamples:
         mask[task.kept_positions(len(mask))] = True
         return mask
 
-    def kind(self, norm: NormPolicy) -> EvalSpec:
+    def spec(self, norm: NormPolicy) -> EvalSpec:
         """Return the forward pass, which is equal for evaluations that run the same kernels.
 
         It has the architectures of the networks, without weights, positions or samples.

@@ -272,15 +272,15 @@ class Sequential(Simulation):
     def _evaluate(self, evaluations: Sequence[EvalSamples], batch_size: int) -> list[Score]:
         task, scores = self.world.task, []
         for evaluation in evaluations:
-            kind, score = evaluation.kind(self.method.local.norm), Score(evaluation.label)
+            spec, score = evaluation.spec(self.method.local.norm), Score(evaluation.label)
             batches = batched(evaluation.samples.to(self.device), batch_size)
             for rows, mask in zip(
                 batches, batched(evaluation.stored_mask(task), batch_size), strict=True
             ):
                 with torch.no_grad():
-                    inputs, targets = self.samples(kind, rows)
-                    attack_start = kind.drawn(self.world.seed, rows, inputs)
-                    logits = kind.logits(
+                    inputs, targets = self.samples(spec, rows)
+                    attack_start = spec.drawn(self.world.seed, rows, inputs)
+                    logits = spec.logits(
                         self.world, evaluation.weights, inputs, targets, attack_start
                     )
                     sums = task.sums(logits, targets, evaluation.class_mask, evaluation.absent)
@@ -299,14 +299,14 @@ class Sequential(Simulation):
         self, nets: Sequence[tuple[EvalSpec, Weights]], batches: list[Tensor]
     ) -> list[dict[str, Tensor]]:
         statistics = []
-        for kind, weights in nets:
+        for spec, weights in nets:
             measured = []
             for rows in batches:
                 with torch.no_grad():
-                    inputs, targets = self.samples(kind, rows)
-                    attack_start = kind.drawn(self.world.seed, rows, inputs)
+                    inputs, targets = self.samples(spec, rows)
+                    attack_start = spec.drawn(self.world.seed, rows, inputs)
                     measured.append(
-                        kind.statistics(self.world, weights, inputs, targets, attack_start)
+                        spec.statistics(self.world, weights, inputs, targets, attack_start)
                     )
             statistics.append(mean_statistics(measured, len(measured)))
         return statistics

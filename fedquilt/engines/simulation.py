@@ -365,11 +365,11 @@ class Simulation(ClientInputs):
         batches = batched(samples.to(self.device), batch_size)
 
         def measured(mode: Pass, attack: PGD | None) -> list[dict[str, Tensor]]:
-            kinds = [
+            specs = [
                 (EvalSpec((Submodel(net.arch),), mode, attack, training=True), weights)
                 for net, weights in nets
             ]
-            return self._calibrate(kinds, batches)
+            return self._calibrate(specs, batches)
 
         with _failing("the calibration of norms failed"), self.computing():
             clean_statistics = measured(MEASURE, None)

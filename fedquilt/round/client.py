@@ -146,7 +146,7 @@ def receive(
             if arrived:
                 state = cutter.overlay(state, index, arrived.weights, arrived.submodel.positions)
 
-        # Weights that both sides know the client has now, from which its upload is coded.
+        # Weights that both sides know the client to have. Its upload is coded as changes of them.
         reference = known_after(federation, job, shared, arrived, reference)
 
         # State of the optimizer and of the method.
@@ -473,10 +473,10 @@ def own_state(federation: Federation, server: Server, job: Job, device: torch.de
     learner = learner_of(federation.method, job, world)
     names = learner.received(world.family.member(job.submodel))
     cut = world.family.cutter.gather(server.weights, job.submodel, names)
-    near = replace(federation, link=PERFECT)
+    lossless = replace(federation, link=PERFECT)
     payload = Payload(job.submodel, cut)
     memory = memory_of(server, job)
-    return receive(near, job, learner, payload, memory, federation.initial_on(device)).state
+    return receive(lossless, job, learner, payload, memory, federation.initial_on(device)).state
 
 
 def _coded(member: Member, names: Sequence[str]) -> list[str]:
