@@ -318,7 +318,7 @@ def whole_rounds(case: Case, precision: Precision, rounds: int = 20, every: int 
     """(e) cut, send, train, stitch, and every tenth round calibrate and test all five sizes."""
     data = images(100, 10_000)
     eager = EagerRounds(replace(case, data=data), precision)
-    base, exam = median(eager.round, 3, warm=1), median(eager.evaluate, 3, warm=1)
+    base, eager_test = median(eager.round, 3, warm=1), median(eager.evaluate, 3, warm=1)
     case.family.cutter.flat = None
     fleet = fq.Fleet.of(SHARES, 100, 10)
     how = fq.Evaluation(every, EXAM)
@@ -340,13 +340,12 @@ def whole_rounds(case: Case, precision: Precision, rounds: int = 20, every: int 
         1e3 * statistics.median(r.seconds for r in run.records[-rounds:] if r.grades.accuracy)
         - plain
     )
-    against, whole = base + exam / every, plain + tested / every
+    against, whole = base + eager_test / every, plain + tested / every
     norms = "static norms" if case.method.local.norm.measures else "test-batch norms"
     print(
-        f"(e) rounds, {precision}, {norms}: eager {base:.0f} ms and {exam:.0f} ms an evaluation, "
-        f"{against:.0f} ms a "
-        f"round in all; ours {plain:.0f} ms and {tested:.0f} ms an evaluation, {whole:.0f} ms a "
-        "round in all "
+        f"(e) rounds, {precision}, {norms}: eager {base:.0f} ms and {eager_test:.0f} ms an "
+        f"evaluation, {against:.0f} ms a round in all; ours {plain:.0f} ms "
+        f"and {tested:.0f} ms an evaluation, {whole:.0f} ms a round in all "
         f"({against / whole:.1f} times); first {every} rounds {first:.0f} s; 2,500 rounds "
         f"{2.5 * whole / 60:.1f} min",
         flush=True,

@@ -1,4 +1,4 @@
-"""A client's step on the CPU, alone, laid side by side and stacked: what `vectorized` chooses from.
+"""A client's step on the CPU, alone, grouped and stacked: what `vectorized` chooses from.
 
     python bench/layouts.py [--threads 1] [--width 64]
 
@@ -17,7 +17,7 @@ from measure import SHARES, images, machine
 
 import fedquilt as fq
 from fedquilt.engines.vectorized.engine import Vectorized
-from fedquilt.engines.vectorized.group_tensors import Layout, Shape
+from fedquilt.engines.vectorized.group_tensors import GroupLayout, Shape
 from fedquilt.engines.vectorized.groups import ClientGroup
 from fedquilt.hardware.process import keep_pages
 from fedquilt.methods import HeteroFL
@@ -26,12 +26,14 @@ from fedquilt.round.training.local import LocalTraining
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.terms import Client, Job
 
-LAYOUTS: tuple[Layout, ...] = ("alone", "laid", "stack")
+LAYOUTS: tuple[GroupLayout, ...] = ("alone", "grouped", "stack")
 SAMPLES = 100
 
 
-def units(engine: Vectorized, share: float, count: int, layout: Layout) -> list[ClientGroup]:
-    """Units that together train so many clients of a share."""
+def client_groups(
+    engine: Vectorized, share: float, count: int, layout: GroupLayout
+) -> list[ClientGroup]:
+    """Return groups that together train `count` clients of a share."""
     method, client = (
         HeteroFL(local=LocalTraining(optimizer=SGD(lr=0.01, momentum=0.9), batch_size=10)),
         Client(0, fq.Budget(share=share), SAMPLES),
@@ -45,12 +47,12 @@ def units(engine: Vectorized, share: float, count: int, layout: Layout) -> list[
     ]
 
 
-def step(some: list[ClientGroup]) -> float:
-    """Seconds of CPU of one step of all of them."""
+def step(groups: list[ClientGroup]) -> float:
+    """Return the CPU seconds of one step of all groups."""
     began = time.process_time()
-    for unit in some:
-        unit.replay_alone()
-        unit.chunk_step.zero_()
+    for group in groups:
+        group.replay_alone()
+        group.chunk_step.zero_()
     return time.process_time() - began
 
 
@@ -76,7 +78,7 @@ def main() -> None:
     )
     for share in SHARES:
         for count in (2, 8):
-            ready = {layout: units(engine, share, count, layout) for layout in LAYOUTS}
+            ready = {layout: client_groups(engine, share, count, layout) for layout in LAYOUTS}
             taken = [{layout: step(some) for layout, some in ready.items()} for _ in range(4)][1:]
             least = [1e3 * min(one[layout] for one in taken) / count for layout in LAYOUTS]
             print(f"{share:>8}{count:>9}" + "".join(f"{ms:>9.1f}" for ms in least), flush=True)

@@ -34,7 +34,7 @@ from fedquilt.methods import HeteroFL
 from fedquilt.models import PreResNet
 from fedquilt.round.deployed import ready
 from fedquilt.round.eval_jobs import EvalJob
-from fedquilt.round.evaluate import grade
+from fedquilt.round.evaluate import evaluate
 from fedquilt.round.federation import World
 from fedquilt.round.fold import Fold
 from fedquilt.round.training.optimizers import SGD
@@ -120,17 +120,17 @@ class Ours:
         with self.clock("calibration"):
             weights = ready(run.federation, run.server, [whole], run.engine, batch_size)[whole]
         with self.clock("evaluation"):
-            exam = EvalJob("1.0", (whole,), weights)
-            own = [replace(exam, client=id, own_classes=True) for id in range(CLIENTS)]
-            return run.engine.evaluate(run.federation, [exam, *own], batch_size)[0].main(
+            eval_job = EvalJob("1.0", (whole,), weights)
+            own = [replace(eval_job, client=id, own_classes=True) for id in range(CLIENTS)]
+            return run.engine.evaluate(run.federation, [eval_job, *own], batch_size)[0].main(
                 run.world.task
             )
 
     def evaluate_all(self) -> None:
-        """What a user gets instead: every share, each with norm statistics of its own."""
+        """Evaluate as users do: every share, each with norm statistics of its own."""
         run = self.run
         with self.clock("five shares"):
-            grade(run.federation, run.server, run.fleet, run.engine, run.evaluation)
+            evaluate(run.federation, run.server, run.fleet, run.engine, run.evaluation)
 
 
 class Theirs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fedquilt.errors import FedquiltError
+from fedquilt.errors import FedquiltError, renamed
 from fedquilt.version import __version__
 
 if TYPE_CHECKING:
@@ -69,22 +69,9 @@ _NAMESPACES = {
     "schedules": "fedquilt.round.training.schedules",
     "tasks": "fedquilt.tasks",
 }
-# Earlier names and where they are now, for the errors about them. docs/what-changed.md lists all.
-_RENAMED = {
-    "Columns": "links.ColumnLoss",
-    "CustomisableModel": "CustomizableModel",
-    "Local": "LocalTraining",
-    "keep_pages": "hardware.process.keep_pages",
-    "load": "load_state",
-    **{name: f"family.dual.{name}" for name in ("ConditionedNorm", "DualNorm")},
-    **{name: f"schedules.{name}" for name in ("Constant", "Cosine", "Steps", "WithinRound")},
-    **{name: f"optimizers.{name}" for name in ("SGD", "Adam", "AdamW")},
-    **{name: f"links.{name}" for name in ("Clock", "Codec", "Wireless")},
-    **{name: f"attacks.{name}" for name in ("PGD", "AdversarialTraining")},
-    **{name: f"methods.api.{name}" for name in ("Arch", "Client", "Federation", "Job", "Payload")},
-    **{name: f"methods.api.{name}" for name in ("Server", "Submodel", "Update", "World")},
-    **{name: f"methods.api.{name}" for name in ("Intensity", "TrainingStep")},
-}
+
+# Imports of earlier names state the present ones.
+renamed.install()
 
 
 # Type checkers do not see this function. For them, `fq.NAME` would exist for every name.
@@ -96,7 +83,7 @@ if not TYPE_CHECKING:
         if name in _MODULE_OF:
             value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
             return value
-        hint = f". It is fedquilt.{_RENAMED[name]} now." if name in _RENAMED else ""
+        hint = f". It is fedquilt.{renamed.NAMES[name]} now." if name in renamed.NAMES else ""
         raise AttributeError(f"module 'fedquilt' has no attribute {name!r}{hint}")
 
 

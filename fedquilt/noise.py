@@ -66,7 +66,7 @@ class Stream(int, Enum):
 
     # Data sets and their partition among clients
     SAMPLE_ORDER = 11, "seed stream"  # Order of all samples, which is then cut into parts
-    CLIENT_CLASSES = 12, "seed stream client count deck"  # Classes that a client gets
+    CLIENT_CLASSES = 12, "seed stream client count queued"  # Classes that a client gets
     GROUP_ORDER = 13, "seed stream group"  # Order of the samples of a class or domain
     TEST_SPLIT = 14, "seed stream"  # Test samples of a set that has none
     PUBLIC_SPLIT = 15, "seed stream"  # Training samples that become public

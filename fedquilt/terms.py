@@ -325,7 +325,7 @@ class Update:
 
 @dataclass(frozen=True)
 class ClientState:
-    """Memory that a client keeps between rounds, by global position."""
+    """Values that a client keeps between two rounds, by global position."""
 
     submodel: Submodel  # Positions of all tensors. They may be of several rounds
     weights: Weights  # Weights that it keeps, by name
@@ -341,7 +341,7 @@ class Server:
 
     round: int  # Number of finished rounds
     weights: Weights  # Weights and norm statistics, by scope and name
-    # Memories of clients, by client and scope
+    # Client states, by client and scope
     memory: MutableMapping[tuple[int, str], ClientState] = field(default_factory=dict)
     # Slots of the server's optimizer and of the method, by scope and name
     slots: Slots = field(default_factory=dict)
@@ -356,11 +356,11 @@ class Server:
         return {name[: name.rfind("/") + 1] for name in self.weights}
 
     def last(self, client: int) -> int:
-        """Return the round in which a client trained last, from its memories.
+        """Return the round in which a client trained last, from its states.
 
         If it has none, the last finished round is returned. A client may have trained nets of
-        several scopes, each with its own memory.
+        several scopes, each with a state of its own.
         """
-        memories = [self.memory.get((client, scope)) for scope in {"", *self.scopes}]
-        latest = max((memory.round for memory in memories if memory), default=-1)
+        states = [self.memory.get((client, scope)) for scope in {"", *self.scopes}]
+        latest = max((state.round for state in states if state), default=-1)
         return latest if latest >= 0 else max(0, self.round - 1)

@@ -191,7 +191,7 @@ class ServeCommand:
             command = ["fedquilt", "serve", "--out", str(self.out)]
             if self.keys is not None:
                 command += ["--keys", str(self.keys)]
-            raise Interrupted(f"Go on with: {shlex.join(command)}") from error
+            raise Interrupted(f"Continue with: {shlex.join(command)}") from error
 
     def _is_rate(self) -> bool:
         """Return True if the main figure of the run is shown in percent."""

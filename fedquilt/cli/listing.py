@@ -236,7 +236,8 @@ def _stages(spec: ModelSpec) -> dict[str, dict[str, Entry]]:
     """
     import torch
 
-    from fedquilt.family.stages import growths_of, stage_sizes
+    from fedquilt.family.stage_ends import growths_of
+    from fedquilt.family.stages import stage_sizes
 
     with torch.device("meta"):  # Parameters are counted and not allocated.
         model = spec.factory()

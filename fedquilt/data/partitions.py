@@ -244,29 +244,29 @@ class Labels(Partition):
     def _takers(self, clients: int, classes: int, seed: int) -> list[Tensor]:
         """Return a list with one tensor for each class: the clients that hold it.
 
-        Clients draw different classes from shuffled decks of all classes, so that all classes are
-        drawn equally often. A client holds `self.labels` classes.
+        Clients take different classes from a queue. It is filled with random orders of all classes,
+        so that all classes are taken equally often. A client holds `self.labels` classes.
         """
         classes_of_clients: list[list[int]] = []
-        deck: list[int] = []
+        queue: list[int] = []
         for client in range(clients):
             classes_of_client: list[int] = []
             while len(classes_of_client) < self.labels:
-                fresh = next((label for label in deck if label not in classes_of_client), None)
+                fresh = next((label for label in queue if label not in classes_of_client), None)
                 if fresh is None:
-                    deck += noise.order(
+                    queue += noise.order(
                         noise.key(
                             seed,
                             noise.Stream.CLIENT_CLASSES,
                             client,
                             len(classes_of_client),
-                            len(deck),
+                            len(queue),
                         ),
                         classes,
                     ).tolist()
                     continue
                 classes_of_client.append(fresh)
-                deck.remove(fresh)
+                queue.remove(fresh)
             classes_of_clients.append(classes_of_client)
         return [
             draws // self.labels

@@ -167,12 +167,17 @@ class Device:
             for job in jobs
         )
         answer = reply.message(files)
-        kept = {**(base.states if base else {})}
-        kept |= {scope: state for (_, scope), state in outcome.memory.items()}
+        kept_states = {**(base.states if base else {})}
+        kept_states |= {scope: state for (_, scope), state in outcome.memory.items()}
         positions, weights = initial
-        held = {scope: submodel.positions for scope, submodel in positions.items()}
+        positions_by_scope = {scope: submodel.positions for scope, submodel in positions.items()}
         version = Version(
-            request.round, digest, answer, kept, HeldWeights(weights, held), positions
+            request.round,
+            digest,
+            answer,
+            kept_states,
+            HeldWeights(weights, positions_by_scope),
+            positions,
         )
         states.save(version, request.base)
         return answer
@@ -239,9 +244,9 @@ class Device:
             if (submodel := request.initial[number]) is not None:
                 positions[scope] = submodel
                 weights |= {scope + name: value for name, value in received.initial.items()}
-        held = {scope: submodel.positions for scope, submodel in positions.items()}
+        positions_by_scope = {scope: submodel.positions for scope, submodel in positions.items()}
         link = device_link(terms.link, arrived)
-        whole = Federation(world, terms.method, link, HeldWeights(weights, held))
+        federation = Federation(world, terms.method, link, HeldWeights(weights, positions_by_scope))
         engine = OnDevice(
             data,
             self.device,
@@ -251,7 +256,7 @@ class Device:
             deadline=request.deadline,
             start=start,
         )
-        return whole, jobs, engine, (positions, weights)
+        return federation, jobs, engine, (positions, weights)
 
     def adapted_family(self, fingerprint: str, terms: Terms, layout: str = "") -> Family:
         """Return the device's model as a method adapts it. It is cached by fingerprint.
@@ -308,7 +313,7 @@ class Device:
         outline = download_outline(federation, job, learner, extras)
         reach = reach_of(federation.link, job.submodel, request.columns[number], transmission)
         trainable = {*world.family.trainable}
-        known = {name for name in outline.weights if name in trainable}
+        trainable_names = {name for name in outline.weights if name in trainable}
         submodel = request.initial[number]
         initial = None
         if submodel is not None:
@@ -318,7 +323,7 @@ class Device:
             reach,
             transmission,
             federation.link,
-            frozenset(known) if federation.link.tracks else frozenset(),
+            frozenset(trainable_names) if federation.link.tracks else frozenset(),
             first_names(federation, job, learner, state) if learner.installs else (),
             initial,
         )

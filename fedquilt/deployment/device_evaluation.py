@@ -250,12 +250,12 @@ class _Bench:
     def _federation(self, task: EvalTask, sent: TaskWeights) -> Federation:
         """Return the federation with the initial weights that the device has."""
         stored = self.base.initial if self.base else HeldWeights({}, {})
-        held = dict(stored.positions)
+        positions = dict(stored.positions)
         initial = dict(stored)
         if task.has_initial:
             initial |= sent.initial
-            held |= {net.scope: net.positions for net in task.nets}
-        received = HeldWeights(initial, held)
+            positions |= {net.scope: net.positions for net in task.nets}
+        received = HeldWeights(initial, positions)
         return Federation(self.world, self.terms.method, self.terms.link, received)
 
     def _weights(
@@ -280,8 +280,8 @@ class _Bench:
                 federation, states[""], net, request.client.id, self.engine, request.batch_size
             )
         memory = {(request.client.id, scope): state for scope, state in states.items()}
-        held = {net.scope: net.positions for net in task.nets}
-        server = Server(request.round, HeldWeights(sent.weights, held), memory)
+        positions = {net.scope: net.positions for net in task.nets}
+        server = Server(request.round, HeldWeights(sent.weights, positions), memory)
         jobs = [Job(request.client, net, request.round) for net in task.nets]
         return own_weights(federation, server, jobs, self.engine, request.batch_size)
 
@@ -293,7 +293,7 @@ class _Bench:
             weights: Weights of its nets, by scope and name.
             federation: World and method.
         """
-        exam = EvalJob(
+        eval_job = EvalJob(
             "",
             task.nets,
             weights,
@@ -306,10 +306,10 @@ class _Bench:
             task.limit,
         )
         self.engine.begin(federation)
-        count = len(self.engine.eval_samples(exam).samples)
+        count = len(self.engine.eval_samples(eval_job).samples)
         if not count:
             return 0, {}
-        (score,) = self.engine.evaluate(federation, [exam], self.request.batch_size)
+        (score,) = self.engine.evaluate(federation, [eval_job], self.request.batch_size)
         return count, score.sums
 
     def _statistics(self, task: EvalTask, weights: Weights, federation: Federation) -> Sums:

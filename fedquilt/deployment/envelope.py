@@ -5,9 +5,8 @@ other records. So all bytes travel as arrays of bounded size. A node sends two a
 time, and sends one again if the reply takes longer than 30 s. With arrays of 1 MiB a link of
 40 kB/s never got one through (`slow link` of bench/faults.py). With 128 KiB, 9 kB/s are enough.
 
-Flower stores equal arrays once. The files
-of a message are apart from its note, so that the file of a cut is stored once for all clients that
-train the same positions.
+Flower stores equal arrays once. The files of a message are apart from its note, so that the file of
+a cut is stored once for all clients that train the same positions.
 """
 
 from __future__ import annotations

@@ -201,14 +201,14 @@ def _train(folder: Path, grid: Grid) -> None:
     courier = GridCourier(grid, roster)
     # The server's samples give the shape, the classes and the normalisation. They are divided among
     # clients for `fedquilt clients`.
-    dealt = experiment.data.federate(request.num_clients, experiment.seed)
-    models = experiment.models or (Model.usual(dealt[0]),)
+    data = experiment.data.federate(request.num_clients, experiment.seed)
+    models = experiment.models or (Model.usual(data[0]),)
     refuse_searched(models)
-    family = experiment.trace(dealt[0])
+    family = experiment.trace(data[0])
     facts = ServerFacts.of(
         request.run_id,
         models,
-        dealt[0],
+        data[0],
         family,
         experiment.task,
         experiment.method.clients_need_public,
@@ -218,7 +218,7 @@ def _train(folder: Path, grid: Grid) -> None:
     budgets = Given(tuple(entry.budget for entry in roster))
     fleet = replace(experiment.fleet, clients=len(roster), budgets=budgets)
     experiment = replace(experiment, fleet=fleet, checkpoint=Checkpointing(rounds=1))
-    ground = experiment.ground(dealt, family)
+    ground = experiment.ground(data, family)
     run = prepared(experiment, ground, courier, request)
     experiment = settled(experiment, run, ground)
     if is_new:
@@ -292,7 +292,7 @@ def enrol(folder: Path, courier: GridCourier, request: ServeRequest) -> None:
 
 
 def changed(entry: RosterEntry, enrolment: Enrolment) -> str:
-    """Return why a device cannot go on in its run. Empty: it has the same samples and budget.
+    """Return why a device cannot continue its run. Empty: it has the same samples and budget.
 
     Args:
         entry: The device as the run has begun.

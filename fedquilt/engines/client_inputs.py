@@ -259,14 +259,14 @@ class ClientInputs(Engine):
         assert self.world.public is not None
         return self.world.public[rows], torch.zeros_like(rows)
 
-    def samples(self, kind: EvalSpec, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets at positions of the set that a kind of evaluation uses.
+    def samples(self, spec: EvalSpec, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets at positions of the set that an evaluation uses.
 
         Args:
-            kind: Forward pass, which says whether the samples are training or test samples.
+            spec: Forward pass, which says whether the samples are training or test samples.
             rows: Positions of samples, of any shape.
         """
-        if kind.training:
+        if spec.training:
             return self.data.samples(rows), self.data.targets[rows]
         return self.data.test_samples(rows), self.data.test_targets[rows]
 

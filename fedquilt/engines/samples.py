@@ -47,7 +47,7 @@ class EvalSamples:
         mask[task.kept_positions(len(mask))] = True
         return mask
 
-    def kind(self, norm: NormPolicy) -> EvalSpec:
+    def spec(self, norm: NormPolicy) -> EvalSpec:
         """Return the forward pass, which is equal for evaluations that run the same kernels.
 
         It has the architectures of the networks, without weights, positions or samples.
@@ -68,14 +68,14 @@ class EvalSamples:
 class Piece:
     """Evaluation, or the part of it whose samples have one domain."""
 
-    exam: EvalSamples  # Evaluation of the piece's samples.
-    exam_index: int  # Position of the full evaluation in the list.
+    evaluation: EvalSamples  # Evaluation of the piece's samples.
+    evaluation_index: int  # Position of the full evaluation in the list.
     domain: int | None = None  # Domain of the samples. None: all domains.
     counts: bool = True  # True: the piece counts in the score of the full evaluation.
 
 
 def split_by_domain(
-    exams: Sequence[EvalSamples], data: FederatedData, depends_on_batch: bool, batch_size: int
+    evaluations: Sequence[EvalSamples], data: FederatedData, depends_on_batch: bool, batch_size: int
 ) -> list[Piece]:
     """Split evaluations by domain without evaluating a sample twice.
 
@@ -84,7 +84,7 @@ def split_by_domain(
     not split, and its domains are evaluated in addition.
 
     Args:
-        exams: Evaluations to split.
+        evaluations: Evaluations to split.
         data: Samples, with the domains of test samples.
         depends_on_batch: True if a prediction depends on the other samples of its batch.
         batch_size: Samples in a batch.
@@ -93,8 +93,8 @@ def split_by_domain(
         Pieces of all evaluations, sorted by domain. Those of all domains come first.
     """
     all_pieces: list[Piece] = []
-    for position, exam in enumerate(exams):
-        all_pieces += _cut(position, exam, data, depends_on_batch, batch_size)
+    for position, evaluation in enumerate(evaluations):
+        all_pieces += _cut(position, evaluation, data, depends_on_batch, batch_size)
     # Sort by domain. On a GPU, evaluations of one net run one after another, and those of unequal
     # nets overlap.
     all_pieces.sort(key=lambda piece: -1 if piece.domain is None else piece.domain)
@@ -102,7 +102,7 @@ def split_by_domain(
 
 
 def sum_scores(
-    exams: Sequence[EvalSamples],
+    evaluations: Sequence[EvalSamples],
     pieces: Sequence[Piece],
     scores: Sequence[Score],
     data: FederatedData,
@@ -110,18 +110,18 @@ def sum_scores(
     """Return the score of every evaluation, with the scores of its domains.
 
     Args:
-        exams: Evaluations, as `split_by_domain` received them. The result has their order.
+        evaluations: Evaluations, as `split_by_domain` received them. The result has their order.
         pieces: Pieces of the evaluations, as `split_by_domain` returned them.
         scores: Score of every piece.
         data: Samples, with the names of domains.
     """
-    totals = [Score(exam.label) for exam in exams]
-    by_domain: list[dict[Domain, Score]] = [{} for _ in exams]
+    totals = [Score(evaluation.label) for evaluation in evaluations]
+    by_domain: list[dict[Domain, Score]] = [{} for _ in evaluations]
     for piece, score in zip(pieces, scores, strict=True):
         if piece.counts:
-            totals[piece.exam_index] = totals[piece.exam_index] + score
+            totals[piece.evaluation_index] = totals[piece.evaluation_index] + score
         if piece.domain is not None:
-            by_domain[piece.exam_index][piece.domain, _name(data, piece.domain)] = score
+            by_domain[piece.evaluation_index][piece.domain, _name(data, piece.domain)] = score
     return [
         replace(score, domains=domain_scores)
         for score, domain_scores in zip(totals, by_domain, strict=True)
@@ -134,8 +134,8 @@ def _name(data: FederatedData, domain: int) -> str:
 
 
 def _cut(
-    exam_index: int,
-    exam: EvalSamples,
+    evaluation_index: int,
+    evaluation: EvalSamples,
     data: FederatedData,
     depends_on_batch: bool,
     batch_size: int,
@@ -146,27 +146,27 @@ def _cut(
     single sample is left out if predictions depend on the batch.
 
     Args:
-        exam_index: Position of the evaluation in the list.
-        exam: Evaluation to split.
+        evaluation_index: Position of the evaluation in the list.
+        evaluation: Evaluation to split.
         data: Samples, with the domains of test samples.
         depends_on_batch: True if a prediction depends on the other samples of its batch.
         batch_size: Samples in a batch.
     """
-    if data.test_domains is None or exam.training:
-        yield Piece(exam, exam_index)
+    if data.test_domains is None or evaluation.training:
+        yield Piece(evaluation, evaluation_index)
         return
-    codes = data.test_domains[exam.samples]
+    codes = data.test_domains[evaluation.samples]
     domains = torch.bincount(codes).nonzero().flatten().tolist()
     if len(domains) == 1:
-        yield Piece(exam, exam_index, domains[0])
+        yield Piece(evaluation, evaluation_index, domains[0])
         return
     adds_up = not depends_on_batch or _are_apart(codes, batch_size)
     if not adds_up:
-        yield Piece(exam, exam_index)
+        yield Piece(evaluation, evaluation_index)
     for domain in domains:
-        rows = exam.samples[codes == domain]
+        rows = evaluation.samples[codes == domain]
         if len(rows) > 1 or not depends_on_batch:  # A single sample has no statistics.
-            yield Piece(replace(exam, samples=rows), exam_index, domain, adds_up)
+            yield Piece(replace(evaluation, samples=rows), evaluation_index, domain, adds_up)
 
 
 def _are_apart(codes: Tensor, batch_size: int) -> bool:

@@ -269,20 +269,24 @@ class Sequential(Simulation):
         share = torch.tensor(learner.share, dtype=self.world.dtype, device=self.device)
         return Batch(inputs, targets, class_mask, key, share)
 
-    def _evaluate(self, exams: Sequence[EvalSamples], batch_size: int) -> list[Score]:
+    def _evaluate(self, evaluations: Sequence[EvalSamples], batch_size: int) -> list[Score]:
         task, scores = self.world.task, []
-        for exam in exams:
-            kind, score = exam.kind(self.method.local.norm), Score(exam.label)
-            batches = batched(exam.samples.to(self.device), batch_size)
+        for evaluation in evaluations:
+            spec, score = evaluation.spec(self.method.local.norm), Score(evaluation.label)
+            batches = batched(evaluation.samples.to(self.device), batch_size)
             for rows, mask in zip(
-                batches, batched(exam.stored_mask(task), batch_size), strict=True
+                batches, batched(evaluation.stored_mask(task), batch_size), strict=True
             ):
                 with torch.no_grad():
-                    inputs, targets = self.samples(kind, rows)
-                    attack_start = kind.drawn(self.world.seed, rows, inputs)
-                    logits = kind.logits(self.world, exam.weights, inputs, targets, attack_start)
-                    sums = task.sums(logits, targets, exam.class_mask, exam.absent)
-                batch_score = Score(exam.label, {name: value.cpu() for name, value in sums.items()})
+                    inputs, targets = self.samples(spec, rows)
+                    attack_start = spec.drawn(self.world.seed, rows, inputs)
+                    logits = spec.logits(
+                        self.world, evaluation.weights, inputs, targets, attack_start
+                    )
+                    sums = task.sums(logits, targets, evaluation.class_mask, evaluation.absent)
+                batch_score = Score(
+                    evaluation.label, {name: value.cpu() for name, value in sums.items()}
+                )
                 if task.collected:
                     batch_score = replace(
                         batch_score, outputs=logits.cpu()[mask], targets=targets.cpu()[mask]
@@ -295,14 +299,14 @@ class Sequential(Simulation):
         self, nets: Sequence[tuple[EvalSpec, Weights]], batches: list[Tensor]
     ) -> list[dict[str, Tensor]]:
         statistics = []
-        for kind, weights in nets:
+        for spec, weights in nets:
             measured = []
             for rows in batches:
                 with torch.no_grad():
-                    inputs, targets = self.samples(kind, rows)
-                    attack_start = kind.drawn(self.world.seed, rows, inputs)
+                    inputs, targets = self.samples(spec, rows)
+                    attack_start = spec.drawn(self.world.seed, rows, inputs)
                     measured.append(
-                        kind.statistics(self.world, weights, inputs, targets, attack_start)
+                        spec.statistics(self.world, weights, inputs, targets, attack_start)
                     )
             statistics.append(mean_statistics(measured, len(measured)))
         return statistics

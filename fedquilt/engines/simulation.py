@@ -308,7 +308,7 @@ class Simulation(ClientInputs):
     def evaluate(
         self,
         federation: Federation,
-        exams: Sequence[EvalJob],
+        eval_jobs: Sequence[EvalJob],
         batch_size: int,
         by_domain: bool = False,
     ) -> list[Score]:
@@ -316,14 +316,14 @@ class Simulation(ClientInputs):
 
         Args:
             federation: Method, world and link.
-            exams: Evaluations to run.
+            eval_jobs: Evaluations to run.
             batch_size: Samples in a batch.
             by_domain: Also return the scores of each domain, if test samples have domains.
         """
         self.begin(federation)
-        for attack in {exam.attack for exam in exams if exam.attack}:
+        for attack in {job.attack for job in eval_jobs if job.attack}:
             self._check_range(attack)
-        evaluations = [self.eval_samples(exam) for exam in exams]
+        evaluations = [self.eval_samples(job) for job in eval_jobs]
         with _failing("the evaluation failed"), self.computing():
             if not by_domain or self.data.test_domains is None:
                 return self._evaluate(evaluations, batch_size)
@@ -331,11 +331,11 @@ class Simulation(ClientInputs):
                 self.method.local.norm.evaluation_pass
             )
             pieces = split_by_domain(evaluations, self.data, depends_on_batch, batch_size)
-            scores = self._evaluate([piece.exam for piece in pieces], batch_size)
+            scores = self._evaluate([piece.evaluation for piece in pieces], batch_size)
             return sum_scores(evaluations, pieces, scores, self.data)
 
     @abstractmethod
-    def _evaluate(self, exams: Sequence[EvalSamples], batch_size: int) -> list[Score]:
+    def _evaluate(self, evaluations: Sequence[EvalSamples], batch_size: int) -> list[Score]:
         """Return the score of every evaluation in order. The caller has set the precision."""
 
     def calibrate(
@@ -365,11 +365,11 @@ class Simulation(ClientInputs):
         batches = batched(samples.to(self.device), batch_size)
 
         def measured(mode: Pass, attack: PGD | None) -> list[dict[str, Tensor]]:
-            kinds = [
+            specs = [
                 (EvalSpec((Submodel(net.arch),), mode, attack, training=True), weights)
                 for net, weights in nets
             ]
-            return self._calibrate(kinds, batches)
+            return self._calibrate(specs, batches)
 
         with _failing("the calibration of norms failed"), self.computing():
             clean_statistics = measured(MEASURE, None)

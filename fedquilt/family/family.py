@@ -482,17 +482,17 @@ class Family(TracedModel):
         """Return a new module of a member, with empty weights on the meta device."""
         return build(self._module, self.layout, member.sizes, member.arch.variant)
 
-    def check(self, submodel: Submodel, who: str) -> None:
+    def check(self, submodel: Submodel, client: str) -> None:
         """Refuse positions that the family does not have.
 
         Args:
             submodel: The member and its positions.
-            who: Name of the client, for messages.
+            client: Name of the client, for messages.
 
         Raises:
             SubmodelError: An axis is unknown, or has other positions than the member needs.
         """
-        self.layout.check_positions(submodel, who)
+        self.layout.check_positions(submodel, client)
 
     # --- on disk ---------------------------------------------------------------------------------
 

@@ -89,7 +89,11 @@ class Head:
 
 
 def fit_head(
-    features: tuple[int, ...], channel_dim: int, output: tuple[int, ...], class_dim: int, where: str
+    features: tuple[int, ...],
+    channel_dim: int,
+    output: tuple[int, ...],
+    class_dim: int,
+    end_name: str,
 ) -> Head:
     """Plan the head that turns features into an output of the model's shape.
 
@@ -98,7 +102,7 @@ def fit_head(
         channel_dim: Dimension of the features that has the channels.
         output: Shape of the model's output, (batch, …).
         class_dim: Dimension of the output that has the classes.
-        where: Name of the module that ends the stage, for messages.
+        end_name: Name of the module that ends the stage, for messages.
 
     Raises:
         TraceError: No kind of head gives this output.
@@ -119,7 +123,7 @@ def fit_head(
         if channel_dim == 1 and class_dim == 1 and len(positions) in CONVS:
             return _dense(in_features, num_outputs, positions, features[2:], output[2:])
     raise TraceError(
-        f"a temporary head was asked for that turns the output of {where}, of shape {features} "
+        f"a temporary head was asked for that turns the output of {end_name}, of shape {features} "
         f"with the channels in dimension {channel_dim}, into the model's output, of shape {output} "
         f"with the classes in dimension {class_dim}; none can be made. Heads give (batch, class) "
         "from any features, (batch, length, class) from (batch, length, channel), and (batch, "

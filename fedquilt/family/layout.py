@@ -57,12 +57,12 @@ class Layout:
         """Return the size of every axis in the whole model."""
         return {name: axis.size for name, axis in self.axes.items()}
 
-    def check_positions(self, submodel: Submodel, who: str) -> None:
+    def check_positions(self, submodel: Submodel, client: str) -> None:
         """Refuse positions that the axes do not have.
 
         Args:
             submodel: The member and its positions.
-            who: Name of the client, for messages.
+            client: Name of the client, for messages.
 
         Raises:
             SubmodelError: An axis is unknown, or has other positions than the member needs.
@@ -72,17 +72,18 @@ class Layout:
             axis = self.axes.get(name)
             if axis is None:
                 raise SubmodelError(
-                    f"{who} was planned positions on axis {name!r}; axes here: {', '.join(widths)}."
+                    f"{client} was planned positions on axis {name!r}; axes here: "
+                    f"{', '.join(widths)}."
                 )
             if problem := _describe_problem(positions, axis.size):
                 raise SubmodelError(
-                    f"{who} was planned {len(positions)} channels {problem} on axis {name!r}, "
+                    f"{client} was planned {len(positions)} channels {problem} on axis {name!r}, "
                     f"which has {axis.size}. Any {axis.size} distinct positions from 0 fit."
                 )
             if not len(positions) or (name in widths and len(positions) != widths[name]):
                 raise SubmodelError(
-                    f"{who} was planned {len(positions)} channels on axis {name!r}, but its member "
-                    f"has {widths.get(name, axis.size)}. Index and member must agree."
+                    f"{client} was planned {len(positions)} channels on axis {name!r}, but its "
+                    f"member has {widths.get(name, axis.size)}. Index and member must agree."
                 )
 
     def weights(self, variant: str) -> tuple[str, ...]:

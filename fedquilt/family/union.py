@@ -263,13 +263,13 @@ def _check_shapes(nets: Mapping[str, Family]) -> None:
 
 
 def _check_equal(
-    nets: Mapping[str, Family], what: str, remedy: str, value: Callable[[Family], object]
+    nets: Mapping[str, Family], noun: str, remedy: str, value: Callable[[Family], object]
 ) -> None:
     """Raise a TraceError if a property of a net differs from the first net's.
 
     Args:
         nets: Traced models by name.
-        what: Name of the property, for messages.
+        noun: Name of the property, for messages.
         remedy: Advice for messages.
         value: Returns the property of a net.
     """
@@ -278,12 +278,12 @@ def _check_equal(
     for name, net in later_nets:
         if (actual := value(net)) != expected:
             raise TraceError(
-                f"a union of {', '.join(map(repr, nets))} was asked for; {first!r} has {what} "
-                f"{_told(expected)}, and {name!r} has {_told(actual)}. {remedy}."
+                f"a union of {', '.join(map(repr, nets))} was asked for; {first!r} has {noun} "
+                f"{_quoted(expected)}, and {name!r} has {_quoted(actual)}. {remedy}."
             )
 
 
-def _told(value: object) -> str:
+def _quoted(value: object) -> str:
     """Return a value as text for messages. The items of a list are separated by spaces."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 

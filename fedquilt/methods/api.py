@@ -27,10 +27,13 @@ The names are grouped by the order in which a round uses them:
   raises.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from fedquilt import noise
 from fedquilt.axes import Index, Positions
 from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import BudgetError, ConfigError, FedquiltError, SubmodelError, TrainingError
+from fedquilt.errors.renamed import API_NAMES
 from fedquilt.family.cost import Cost, TrainingStep
 from fedquilt.family.cut import Cutter, highest, prefix, scattered, windows
 from fedquilt.family.family import Family, Rounding
@@ -115,6 +118,19 @@ from fedquilt.terms import (
     Update,
     Weights,
 )
+
+# Type checkers do not see this function. For them, every name would exist.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name in API_NAMES:
+            # Python would replace an AttributeError by an ImportError without the new name.
+            raise ImportError(
+                f"there is no fedquilt.methods.api.{name}. It is "
+                f"fedquilt.methods.api.{API_NAMES[name]} now."
+            )
+        raise AttributeError(f"module 'fedquilt.methods.api' has no attribute {name!r}")
+
 
 __all__ = [
     "EACH",

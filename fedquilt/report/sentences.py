@@ -126,15 +126,15 @@ def of_participation(rows: Sequence[Row], rounds: int) -> str:
     for row in rows:
         weight = row["last"] - row["first"] + 1
         totals[row["fate"]] = totals.get(row["fate"], 0.0) + weight * (row["clients"] or 0.0)
-    asked = sum(totals.values())
-    if not asked:
+    num_requests = sum(totals.values())
+    if not num_requests:
         return "No client was asked in any round."
     trained = totals.pop("trained", 0.0)
     lost = [f"{round(count):,} {fate}" for fate, count in totals.items() if count]
-    others = f"; the others were {', '.join(lost)}" if lost else ""
+    rest_text = f"; the others were {', '.join(lost)}" if lost else ""
     return (
-        f"{trained / asked:.1%} of {round(asked):,} requests in {plural(rounds, 'round')} gave an "
-        f"update that counts{others}."
+        f"{trained / num_requests:.1%} of {round(num_requests):,} requests in "
+        f"{plural(rounds, 'round')} gave an update that counts{rest_text}."
     )
 
 

@@ -59,8 +59,8 @@ MAX_ATTEMPTS = 10  # Cohorts that are asked in one round, if too few clients rep
 class RoundResult:
     """Result of a round that succeeded but is not yet committed to the run."""
 
-    server: Server  # New state, still with the memories of the round before.
-    memory: Mapping[tuple[int, str], ClientState]  # Memories that changed, by client and scope.
+    server: Server  # New state, still with the client states of the round before.
+    memory: Mapping[tuple[int, str], ClientState]  # New client states, by client and scope.
     record: Record  # Figures of the round.
     late: Mapping[int, float]  # By client that missed the deadline, the least seconds it takes.
 

@@ -1,7 +1,7 @@
 """The steps of one client in a round: receive, train, send, remember.
 
 Each of these is a function of values, so that an engine that simulates clients and a real device
-run the same code. A client has its memory of earlier rounds and the initial weights, which the
+run the same code. A client has its state from earlier rounds and the initial weights, which the
 server sent it once. Training in between is the engine's: one client after another, or many as one
 stack.
 """
@@ -56,7 +56,7 @@ class Start:
     """Weights, optimizer slots and received bytes at the start of a client's round."""
 
     state: State  # Weights that training starts from, by name.
-    slots: OptimizerState | None  # Optimizer slots that it remembers. None: they are empty.
+    slots: OptimizerState | None  # Optimizer slots from earlier rounds. None: they are empty.
     steps: int  # Optimizer steps behind the slots.
     bytes: int  # Bytes that arrived.
     # Weights that server and client both know the client received. Empty unless a codec needs them.
@@ -146,7 +146,7 @@ def receive(
             if arrived:
                 state = cutter.overlay(state, index, arrived.weights, arrived.submodel.positions)
 
-        # Weights that both sides know the client has now, from which its upload is coded.
+        # Weights that both sides know the client to have. Its upload is coded as changes of them.
         reference = known_after(federation, job, shared, arrived, reference)
 
         # State of the optimizer and of the method.
@@ -412,7 +412,7 @@ def remember(
     memory: ClientState | None,
     initial: Weights,
 ) -> ClientState | None:
-    """Return the memory that a client keeps for its next round, or None if it keeps nothing.
+    """Return the state that a client keeps for its next round, or None if it keeps nothing.
 
     Positions that it did not hold this time stay as they were.
 
@@ -462,7 +462,7 @@ def own_state(federation: Federation, server: Server, job: Job, device: torch.de
 
     Args:
         federation: World, method and link. The link is not used.
-        server: State that the client downloads from. It has the client's memory.
+        server: State that the client downloads from. It has the client states.
         job: The client and its sub-model.
         device: Device of the initial weights that fill in what is missing.
 
@@ -473,10 +473,10 @@ def own_state(federation: Federation, server: Server, job: Job, device: torch.de
     learner = learner_of(federation.method, job, world)
     names = learner.received(world.family.member(job.submodel))
     cut = world.family.cutter.gather(server.weights, job.submodel, names)
-    near = replace(federation, link=PERFECT)
+    lossless = replace(federation, link=PERFECT)
     payload = Payload(job.submodel, cut)
     memory = memory_of(server, job)
-    return receive(near, job, learner, payload, memory, federation.initial_on(device)).state
+    return receive(lossless, job, learner, payload, memory, federation.initial_on(device)).state
 
 
 def _coded(member: Member, names: Sequence[str]) -> list[str]:

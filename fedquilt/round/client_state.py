@@ -24,7 +24,7 @@ from fedquilt.terms import (
 def memory_of(server: Server, job: Job) -> ClientState | None:
     """Return what a job's client remembers of the net that it trains, or None for nothing.
 
-    Memories are kept in `server.memory`, by the client's number and the net's scope.
+    Client states are kept in `server.memory`, by the client's number and the net's scope.
     """
     return server.memory.get((job.client.id, job.submodel.scope))
 
@@ -140,7 +140,7 @@ def recalled(
 def joined_states(
     federation: Federation, old: ClientState, new: ClientState, initial: Weights
 ) -> ClientState:
-    """Join two memories by global position. Where they overlap, the new one replaces the old.
+    """Join two states of a client by global position. The new one counts where both have a value.
 
     The result has the positions of both on every axis. A weight at a pair of positions that neither
     memory has is initial, and a slot is zero there. Steps, round and extras are those of the new

@@ -41,7 +41,7 @@ def train_until_deadline(
         engine: Engine of the run.
 
     Returns:
-        Memories, losses and costs of the round, and the fold of the updates that came in time.
+        Client states, losses and costs of the round, and the fold of the updates that came in time.
     """
     late: dict[int, float] = {}
     spent: dict[int, Spent] = {}

@@ -116,7 +116,7 @@ class EvaluationReport:
 
 @dataclass
 class Outcome:
-    """Memories, losses, costs and missing clients of one round of training."""
+    """Client states, losses, costs and missing clients of one round of training."""
 
     # Client states that changed, by client and scope.
     memory: dict[tuple[int, str], ClientState] = field(default_factory=dict)
@@ -192,7 +192,7 @@ class Engine(ABC):
             fold: Fold that collects updates. It is changed in-place.
 
         Returns:
-            The clients' new memories, losses and costs, and the clients that did not reply.
+            The new client states, losses and costs, and the clients that did not reply.
         """
 
     def foreseen(
@@ -215,7 +215,7 @@ class Engine(ABC):
     def evaluate(
         self,
         federation: Federation,
-        exams: Sequence[EvalJob],
+        eval_jobs: Sequence[EvalJob],
         batch_size: int,
         by_domain: bool = False,
     ) -> list[Score]:
@@ -223,12 +223,12 @@ class Engine(ABC):
 
         Args:
             federation: World, method and link.
-            exams: Tests to run.
+            eval_jobs: Tests to run.
             batch_size: Samples that are run together.
             by_domain: True: scores of each domain are returned too, in `Score.domains`.
 
         Returns:
-            One score for each test, in the order of `exams`.
+            One score for each test, in the order of `eval_jobs`.
         """
 
     @abstractmethod

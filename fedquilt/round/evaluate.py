@@ -130,7 +130,7 @@ def evaluate(
 
     Args:
         federation: World, method and link.
-        server: State to test, with the memories of clients.
+        server: State to test, with the client states.
         fleet: Clients and their budgets.
         engine: Engine that has the samples.
         how: Settings of the evaluation.
@@ -161,7 +161,7 @@ def _kept_by_clients(
 
     Args:
         federation: World, method and link.
-        server: State with the memories of clients.
+        server: State of the server, with the client states.
         fleet: Clients and their budgets.
         engine: Engine that has the samples.
         how: Settings of the evaluation.
@@ -194,7 +194,7 @@ def _clients_with_memory(
     Args:
         federation: World, method and link.
         fleet: Clients and their budgets.
-        server: State with the memories of clients.
+        server: State of the server, with the client states.
         engine: Engine that has the numbers of samples.
         how: Settings of the evaluation.
     """
@@ -285,7 +285,7 @@ def _tested_personal(
 
     Args:
         federation: World, method and link.
-        server: State that clients download from, with their memories.
+        server: State that clients download from, with the client states.
         fleet: Clients and their budgets.
         engine: Engine that has the samples.
         how: Settings of the evaluation.
@@ -409,7 +409,7 @@ def _tested_clients(
     Args:
         federation: World, method and link.
         fleet: Clients and their budgets.
-        server: State with the memories of clients.
+        server: State of the server, with the client states.
         engine: Engine that has the numbers of samples.
         how: Settings of the evaluation.
     """

@@ -286,7 +286,7 @@ class Method(OptionalSteps):
         By default this is the plan of the last round in which the client trained.
 
         Args:
-            server: State of the server, which has the clients' memories.
+            server: State of the server, which has the client states.
             client: Client whose nets are returned.
             world: The family, and the precision of the run.
         """

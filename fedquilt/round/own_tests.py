@@ -1,7 +1,7 @@
 """Tests of the nets that clients have: those that they hold after a download, or keep for good.
 
-An engine that simulates clients has their memories, and gets tests with all weights. Real devices
-keep their memories to themselves. Their tests have only the weights that the server sends, and the
+An engine that simulates clients has their states, and gets tests with all weights. Real devices
+keep their states to themselves. Their tests have only the weights that the server sends, and the
 device adds the rest with the same functions.
 """
 
@@ -191,7 +191,7 @@ def is_on_device(federation: Federation, server: Server, job: Job) -> bool:
 
     Args:
         federation: World, method and link.
-        server: State with the memories of clients.
+        server: State of the server, with the client states.
         job: The client and its net.
     """
     memory = memory_of(server, job)

@@ -187,8 +187,8 @@ class UpdateChecks:
         expected = self._shapes.get((submodel, names))
         if expected is None:
             layout = self.federation.world.family.layout
-            kept = {axis: len(positions) for axis, positions in submodel.index.items()}
-            sizes = layout.sizes | submodel.arch.sizes | kept
+            kept_sizes = {axis: len(positions) for axis, positions in submodel.index.items()}
+            sizes = layout.sizes | submodel.arch.sizes | kept_sizes
             expected = self._shapes[submodel, names] = {
                 name: (
                     torch.Size(layout.shape(name, sizes)),

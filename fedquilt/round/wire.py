@@ -429,27 +429,27 @@ def _expected_entries(expected: Expected) -> dict[str, TensorEntry | None]:
 
 
 def _difference(
-    found: Mapping[str, TensorEntry],
-    wanted: Mapping[str, TensorEntry | None],
+    header: Mapping[str, TensorEntry],
+    expected: Mapping[str, TensorEntry | None],
     extras: Mapping[str, Sequence[int]],
 ) -> str:
-    """Describe the first difference between a header (`found`) and what a job says (`wanted`).
+    """Describe the first difference between a reply's header and the tensors that its job expects.
 
     The text is empty if there is none. Extras, by name and shape, must not exceed MAX_EXTRA_VALUES.
     """
-    if unknown := sorted(found.keys() - wanted.keys()):
+    if unknown := sorted(header.keys() - expected.keys()):
         return f"it has {unknown[0]!r}, which the job does not have"
-    if missing := sorted(wanted.keys() - found.keys()):
+    if missing := sorted(expected.keys() - header.keys()):
         return f"it lacks {missing[0]!r}"
-    for path, entry in found.items():
-        expected = wanted[path]
-        if expected is None:
+    for path, entry in header.items():
+        expected_entry = expected[path]
+        if expected_entry is None:
             if entry.dtype != torch.uint8 or len(entry.shape) != 1:
                 return f"{path!r} is no message: a vector of bytes would fit"
-        elif (entry.dtype, entry.shape) != (expected.dtype, expected.shape):
+        elif (entry.dtype, entry.shape) != (expected_entry.dtype, expected_entry.shape):
             return (
-                f"{path!r} is {entry.dtype} {list(entry.shape)}; {expected.dtype} "
-                f"{list(expected.shape)} would fit"
+                f"{path!r} is {entry.dtype} {list(entry.shape)}; {expected_entry.dtype} "
+                f"{list(expected_entry.shape)} would fit"
             )
     too_large = [name for name, shape in extras.items() if math.prod(shape) > MAX_EXTRA_VALUES]
     return f"the extra {too_large[0]!r} has too many values" if too_large else ""

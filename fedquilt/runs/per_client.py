@@ -245,8 +245,8 @@ def _figures(run: Run, clients: list[Client]) -> list[_Figures]:
     pairs = dict.fromkeys(
         (kind, c.id) for c, nets in zip(clients, sized, strict=True) for kind in (nets, widest)
     )
-    exams = [EvalJob("", nets, joined(nets, weights), id) for nets, id in pairs]
-    figures = [_figure(score, world.task) for score in engine.evaluate(federation, exams, size)]
+    eval_jobs = [EvalJob("", nets, joined(nets, weights), id) for nets, id in pairs]
+    figures = [_figure(score, world.task) for score in engine.evaluate(federation, eval_jobs, size)]
     scores = dict(zip(pairs, figures, strict=True))
     return [
         (scores[nets, c.id], scores[widest, c.id]) for c, nets in zip(clients, sized, strict=True)

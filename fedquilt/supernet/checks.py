@@ -76,12 +76,12 @@ def _problems(space: Space, config: Config, largest: dict[str, Tensor]) -> list[
     return problems
 
 
-def _is_within(shape: torch.Size, whole: torch.Size) -> bool:
-    """Return True if a tensor of `shape` can be the first part of a tensor of shape `whole`.
+def _is_within(shape: torch.Size, limit: torch.Size) -> bool:
+    """Return True if a tensor of `shape` can be the first part of a tensor of shape `limit`.
 
-    Both have the same number of dimensions, and no dimension is longer than that of `whole`.
+    Both have the same number of dimensions, and no dimension is longer than that of `limit`.
     """
-    return len(shape) == len(whole) and all(a <= b for a, b in zip(shape, whole, strict=True))
+    return len(shape) == len(limit) and all(a <= b for a, b in zip(shape, limit, strict=True))
 
 
 def _parameters(space: Space, config: Config) -> list[Tensor]:

@@ -126,14 +126,14 @@ def _check_sums(task: Task, metric: SumMetric, outputs: Tensor, targets: Tensor)
     _check_figure(task, metric.name, _called(task, subject, lambda: metric.value(total)))
 
 
-def _called(task: Task, what: str, function: Callable[[], T]) -> T:
+def _called(task: Task, part: str, function: Callable[[], T]) -> T:
     """Call a function, and raise any error of the user's code as a ConfigError.
 
     Errors of fedquilt stay as they are.
 
     Args:
         task: Task whose part is called, for the message.
-        what: Name of the part, such as "losses".
+        part: Name of the part, such as "losses".
         function: Calls the part.
     """
     try:
@@ -142,14 +142,14 @@ def _called(task: Task, what: str, function: Callable[[], T]) -> T:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{type(task).__name__}: {what} was tried on a few samples and failed: {said(error)}"
+            f"{type(task).__name__}: {part} was tried on a few samples and failed: {said(error)}"
         ) from error
 
 
-def _check_tensor(task: Task, what: str, value: object) -> None:
+def _check_tensor(task: Task, part: str, value: object) -> None:
     if not isinstance(value, Tensor):
         type_name = type(value).__name__
-        raise ConfigError(f"{type(task).__name__}: {what} returned a {type_name}; a tensor fits.")
+        raise ConfigError(f"{type(task).__name__}: {part} returned a {type_name}; a tensor fits.")
 
 
 def _check_figure(task: Task, name: str, value: object) -> None:

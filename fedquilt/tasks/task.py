@@ -338,18 +338,18 @@ class Task(ABC):
         num_kept = min(count, self.max_samples)
         return torch.arange(num_kept) * count // max(num_kept, 1)
 
-    def refuse_collected(self, who: str) -> None:
+    def refuse_collected(self, component: str) -> None:
         """Raise a ConfigError if a metric needs outputs where they must not leave a device.
 
         Args:
-            who: Component that keeps outputs on devices, for the message: "the engine 'remote'".
+            component: It keeps outputs on devices. An example is "the engine 'remote'".
         """
         if names := ", ".join(metric.name for metric in self.collected):
             sum_metrics = [metric.name for metric in self.measured if isinstance(metric, SumMetric)]
             raise ConfigError(
                 f"{type(self).__name__} measures {names}, which needs the outputs of all samples; "
-                f"{who} does not let outputs leave a device. task.metrics = {sum_metrics} would "
-                "work."
+                f"{component} does not let outputs leave a device. task.metrics = {sum_metrics} "
+                "would work."
             )
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from fedquilt.cli.main import main
 from fedquilt.cli.show import show_text_table
 from fedquilt.studies.table import Table
-from tests.cli.test_cli import THREE, TINY, on_a_terminal, told, values
+from tests.cli.commands import THREE, TINY, json_of, on_a_terminal, values
 
 QUICK = [*TINY[:4], "--cohort", "3", "--rounds", "1"]
 Capture = pytest.CaptureFixture[str]
@@ -26,14 +26,14 @@ def figures(found: dict, entry: str) -> dict[str, float]:
 
 
 def test_methods_are_compared_on_the_same_data(own: Path, capsys: Capture) -> None:
-    found = told(capsys, "compare", "fedavg", "heterofl", "mine.py:method", *QUICK, "--out", "c")
+    found = json_of(capsys, "compare", "fedavg", "heterofl", "mine.py:method", *QUICK, "--out", "c")
     assert list(found["entries"]) == ["fedavg", "heterofl", "mine.py:method"]
     assert json.loads(Path("c/compare.json").read_text()) == found
     for name, folder in (("fedavg", "fedavg"), ("mine.py:method", "mine.py_method")):
         summary = json.loads(Path("c", folder, "seed0", "summary.json").read_text())
         assert summary["accuracy"] == figures(found, name)
         assert len(Path("c", folder, "seed0", "rounds.jsonl").read_text().splitlines()) == 1
-    alone = told(capsys, "run", "--method", "heterofl", *QUICK)
+    alone = json_of(capsys, "run", "--method", "heterofl", *QUICK)
     assert alone["accuracy"] == figures(found, "heterofl")
 
 
@@ -56,10 +56,10 @@ def test_a_comparison_that_was_stopped_runs_all_that_was_asked_for(
         "--resume c" in said
     )
     assert not Path("c/heterofl").exists()
-    assert list(told(capsys, "compare", "--resume", "c")["entries"]) == ["fedavg", "heterofl"]
-    assert list(told(capsys, "compare", "heterofl", "--resume", "c")["entries"]) == ["heterofl"]
+    assert list(json_of(capsys, "compare", "--resume", "c")["entries"]) == ["fedavg", "heterofl"]
+    assert list(json_of(capsys, "compare", "heterofl", "--resume", "c")["entries"]) == ["heterofl"]
     # nothing is forgotten
-    assert list(told(capsys, "compare", "--resume", "c")["entries"]) == [
+    assert list(json_of(capsys, "compare", "--resume", "c")["entries"]) == [
         "fedavg",
         "heterofl",
     ]
@@ -70,16 +70,18 @@ def test_a_comparison_that_was_stopped_runs_all_that_was_asked_for(
 
 
 def test_finished_runs_are_not_repeated(own: Path, capsys: Capture) -> None:
-    before = told(capsys, "compare", "fedavg", *QUICK, "--out", "c")
+    before = json_of(capsys, "compare", "fedavg", *QUICK, "--out", "c")
     kept = Path("c/fedavg/seed0/rounds.jsonl").stat().st_mtime_ns
-    after = told(capsys, "compare", "fedavg", "heterofl", *QUICK, "--seeds", "0", "1", "--out", "c")
+    after = json_of(
+        capsys, "compare", "fedavg", "heterofl", *QUICK, "--seeds", "0", "1", "--out", "c"
+    )
     assert Path("c/fedavg/seed0/rounds.jsonl").stat().st_mtime_ns == kept
     assert (
         after["entries"]["fedavg"]["figures"]["1.0"]["by_seed"]["0"]
         == figures(before, "fedavg")["1.0"]
     )
     assert after["seeds"] == [0, 1]
-    longer = told(capsys, "compare", "--resume", "c", "--rounds", "2")
+    longer = json_of(capsys, "compare", "--resume", "c", "--rounds", "2")
     assert len(Path("c/heterofl/seed1/rounds.jsonl").read_text().splitlines()) == 2
     assert (
         longer["entries"]["fedavg"]["bytes_down"]["mean"]
@@ -115,12 +117,12 @@ def test_a_study_keeps_to_its_data(own: Path, capsys: Capture) -> None:
     """A method on other data is refused before the folder has it, so that the study can be
     continued.
     """
-    told(capsys, "compare", "fedavg", *QUICK, "--out", "c")
+    json_of(capsys, "compare", "fedavg", *QUICK, "--out", "c")
     assert main(["compare", "local", "--data", "diabetes", "--rounds", "1", "--out", "c"]) == 2
     said = capsys.readouterr().err
     assert "a comparison was asked for; these rows differ" in said
     assert "data diabetes: local" in said
-    assert list(told(capsys, "compare", "--resume", "c")["entries"]) == ["fedavg"]
+    assert list(json_of(capsys, "compare", "--resume", "c")["entries"]) == ["fedavg"]
 
 
 def test_a_comparison_is_one_table(own: Path, capsys: Capture) -> None:
@@ -149,7 +151,7 @@ def test_settings_of_one_method_and_files_of_whole_experiments(own: Path, capsys
     Path("whole.toml").write_text(Path("alone/config.toml").read_text())
     asked = ["--set", "fedrolex:method.shift=2", "--set", "method.local.epochs=1", "--out", "c"]
     capsys.readouterr()
-    found = told(capsys, "compare", "fedrolex", "fedavg", "whole.toml", *QUICK, *asked)
+    found = json_of(capsys, "compare", "fedrolex", "fedavg", "whole.toml", *QUICK, *asked)
     assert list(found["entries"]) == ["fedrolex", "fedavg", "whole"]
     assert "shift = 2" in Path("c/fedrolex/seed0/config.toml").read_text()
     alone = json.loads(Path("alone/summary.json").read_text())
@@ -165,7 +167,7 @@ def test_a_grid_is_tuned_on_samples_that_are_held_back(own: Path, capsys: Captur
         "--validation",
         "0.3",
     ]
-    found = told(capsys, "compare", "fedavg", *QUICK, *grid, "--seeds", "0", "1", "--out", "c")
+    found = json_of(capsys, "compare", "fedavg", *QUICK, *grid, "--seeds", "0", "1", "--out", "c")
     tuned = found["tuned"]["fedavg"]
     assert [trial["point"] for trial in tuned["trials"]] == [
         {"method.local.optimizer.lr": 0.0001},
@@ -191,7 +193,7 @@ def test_a_grid_is_tuned_on_samples_that_are_held_back(own: Path, capsys: Captur
 
 def test_every_format_has_the_same_figures(own: Path, capsys: Capture) -> None:
     asked = ["compare", "fedavg", "heterofl", *QUICK, "--out", "c"]
-    shown = f"{figures(told(capsys, *asked), 'fedavg')['1.0']:.1%}"
+    shown = f"{figures(json_of(capsys, *asked), 'fedavg')['1.0']:.1%}"
     for kind in ("markdown", "latex", "csv"):
         assert main([*asked, "--format", kind]) == 0
         text = capsys.readouterr().out

@@ -16,8 +16,8 @@ from fedquilt.cli.main import main
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.runs.folder_files import read_records
 from fedquilt.runs.load import load_run
+from tests.cli.commands import QUICK, json_of
 from tests.cli.conftest import OWN
-from tests.cli.test_cli import QUICK, told
 from tests.unit.deploy.test_export import ONNX
 
 
@@ -59,7 +59,7 @@ def here(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("format", [ONNX, "pt2", "safetensors"])
 def test_a_run_becomes_a_file(format, here, capsys):
-    found = told(
+    found = json_of(
         capsys, "export", "splitmix", "--share", "0.25", "--format", format, "--out", "model"
     )
     assert set(found) >= {"format", "file", "bytes", "params", "macs", "share", "max_difference"}
@@ -81,7 +81,7 @@ def test_a_run_becomes_a_file(format, here, capsys):
 
 
 def test_budgets_and_clients(here, capsys):
-    half = told(capsys, "export", "heterofl", "--share", "0.5", "--out", "half.pt2")
+    half = json_of(capsys, "export", "heterofl", "--share", "0.5", "--out", "half.pt2")
     bounds = {
         "params": ("--params", "--max-params"),
         "macs": ("--macs", "--max-macs"),
@@ -90,7 +90,7 @@ def test_budgets_and_clients(here, capsys):
     for bound, flags in bounds.items():
         for flag in flags:
             most = str(half[bound])
-            found = told(
+            found = json_of(
                 capsys, "export", "heterofl", flag, most, "--out", f"{flag[2:]}.safetensors"
             )
             assert found[bound] == half[bound]
@@ -102,9 +102,9 @@ def test_budgets_and_clients(here, capsys):
         ("1", 0.5),
     ):
         assert (
-            told(capsys, "export", "local", "--client", client, "--out", f"{client}.safetensors")[
-                "share"
-            ]
+            json_of(
+                capsys, "export", "local", "--client", client, "--out", f"{client}.safetensors"
+            )["share"]
             == share
         )
     assert main(["export", "heterofl", "--params", "3", "--out", "own.pt2"]) == 2
@@ -115,11 +115,11 @@ def test_an_export_names_the_checkpoint_that_it_used(here, capsys):
     """The newest one is damaged, so that it is the one before."""
     manifest = Path("heterofl/checkpoint/00000001.json")
     assert (
-        told(capsys, "export", "heterofl", "--out", "a.safetensors")["checkpoint"]
+        json_of(capsys, "export", "heterofl", "--out", "a.safetensors")["checkpoint"]
         == f"checkpoint/{manifest.name}"
     )
     manifest.write_text(100_000 * "[")
-    found = told(capsys, "export", "heterofl", "--out", "b.safetensors")
+    found = json_of(capsys, "export", "heterofl", "--out", "b.safetensors")
     assert (found["round"], found["checkpoint"]) == (0, "checkpoint/00000000.json")
 
 
@@ -133,7 +133,7 @@ def test_several_shares_are_one_file(method, here, capsys):
         "0.25 as safetensors" in printed
     )
     assert ("up to 8 nets whose logits are averaged" in printed) == (method == "splitmix")
-    found = told(capsys, "export", method, *shares, "--out", "all.safetensors", "--force")
+    found = json_of(capsys, "export", method, *shares, "--out", "all.safetensors", "--force")
     assert [one["share"] for one in found] == [1.0, 0.5, 0.25]
     assert {one["bytes"] for one in found} == {Path("all.safetensors").stat().st_size}
     run = load_run(method)
@@ -141,7 +141,7 @@ def test_several_shares_are_one_file(method, here, capsys):
     inputs = run.data.test_samples(range(8))
     assert model.share == 1.0
     for one in found:
-        alone = told(
+        alone = json_of(
             capsys,
             "export",
             method,
@@ -161,7 +161,7 @@ def test_several_shares_are_one_file(method, here, capsys):
 
 
 def test_the_file_has_the_accuracy_that_the_run_reported(here, capsys):
-    told(capsys, "export", "heterofl", "--share", "0.5", "--out", "half.safetensors")
+    json_of(capsys, "export", "heterofl", "--share", "0.5", "--out", "half.safetensors")
     run = load_run("heterofl")
     data = run.data
     model = fq.load_model("half.safetensors", lambda: run.world.family._module)
@@ -173,7 +173,9 @@ def test_the_file_has_the_accuracy_that_the_run_reported(here, capsys):
 
 
 def test_robustness_is_printed_also_if_none_was_requested(here, capsys):
-    told(capsys, "run", "--method", "heterofl", "--set", "model.dual=true", "--out", "dual", *QUICK)
+    json_of(
+        capsys, "run", "--method", "heterofl", "--set", "model.dual=true", "--out", "dual", *QUICK
+    )
     for flags, said in (
         (
             [],
@@ -187,24 +189,24 @@ def test_robustness_is_printed_also_if_none_was_requested(here, capsys):
             == 0
         )
         assert said in capsys.readouterr().out
-    found = told(capsys, "export", "dual", "--share", "0.5", "--out", "d.safetensors", "--force")
+    found = json_of(capsys, "export", "dual", "--share", "0.5", "--out", "d.safetensors", "--force")
     assert (found["robustness"], found["robustness_by_default"]) == (0.0, True)
 
 
 def test_without_its_data_a_run_loses_only_what_needs_data(here, capsys):
-    before = told(capsys, "export", "fedavg", "--share", "0.5", "--out", "one.safetensors")
+    before = json_of(capsys, "export", "fedavg", "--share", "0.5", "--out", "one.safetensors")
     Path("own.npz").unlink()
     assert main(["export", "heterofl", "--share", "0.5", "--out", "half.pt2"]) == 2
     printed = capsys.readouterr().err
     assert "measures the norms' statistics over the training data, which cannot be had: " in printed
     assert "own.npz" in printed
     assert "--norms batch" in printed
-    batch = told(
+    batch = json_of(
         capsys, "export", "heterofl", "--share", "0.5", "--norms", "batch", "--out", "half.pt2"
     )
     assert (batch["norms"], batch["compared"]) == ("batch", "random samples")
     # it tracked statistics
-    after = told(capsys, "export", "fedavg", "--share", "0.5", "--out", "two.safetensors")
+    after = json_of(capsys, "export", "fedavg", "--share", "0.5", "--out", "two.safetensors")
     assert (after["norms"], after["params"]) == ("tracked", before["params"])
     with pytest.raises(
         ConfigError, match=r"trained to round 4; its data is not available: .*own\.npz"
@@ -218,7 +220,7 @@ def test_without_its_data_a_run_loses_only_what_needs_data(here, capsys):
 
 def test_a_run_with_norms_of_public_samples_outlives_its_data(here, capsys):
     public = ["--set", "method.local.norm=post-public", "--set", "data.public=0.2"]
-    told(
+    json_of(
         capsys,
         "run",
         "--method",
@@ -276,7 +278,9 @@ def test_other_constants_than_the_runs_are_noticed(here, capsys, monkeypatch):
     """They are in no checkpoint: with others the model would answer otherwise than was reported."""
     Path("scaled.py").write_text(SCALED)
     monkeypatch.setenv("SCALE", "1")
-    told(capsys, "run", "--data", "own.npz", "--model", "scaled.py:Net", "--out", "scaled", *QUICK)
+    json_of(
+        capsys, "run", "--data", "own.npz", "--model", "scaled.py:Net", "--out", "scaled", *QUICK
+    )
     assert load_run("scaled").server.round == 1
     monkeypatch.setenv("SCALE", "-1")
     differ = (
@@ -305,7 +309,9 @@ def test_a_run_on_another_machine_is_exported_here(here, capsys):
         "cuda",
         "gone",
     )
-    assert told(capsys, "export", "heterofl", "--share", "0.5", "--out", "half.pt2")["share"] == 0.5
+    assert (
+        json_of(capsys, "export", "heterofl", "--share", "0.5", "--out", "half.pt2")["share"] == 0.5
+    )
 
 
 def test_mistakes(here, capsys, perceptron, make_data):

@@ -14,7 +14,7 @@ import pytest
 
 from fedquilt import names
 from fedquilt.cli.main import main
-from tests.cli.test_cli import ENVIRONMENT
+from tests.cli.commands import ENVIRONMENT
 
 CODE = """
 import torch

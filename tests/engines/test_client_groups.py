@@ -24,7 +24,7 @@ from fedquilt.terms import Client, Job
 from tests.conftest import QUICK_METHODS, assert_same, assert_same_grades, with_local
 from tests.engines.test_parity import RAGGED, SHARES
 
-LAYOUTS = ("alone", "laid", "stack")
+LAYOUTS = ("alone", "grouped", "stack")
 
 
 def played(
@@ -320,7 +320,7 @@ def test_few_clients_train_alone_if_many_are_faster_alone(residual):
 
     def fastest(shape):
         timed.append(shape.count)
-        return "laid" if shape.count == 8 else "alone"
+        return "grouped" if shape.count == 8 else "alone"
 
     engine = SimpleNamespace(layout="auto", device=torch.device("cuda"), captures_steps=True)
     store = GroupStore(engine)
@@ -329,7 +329,7 @@ def test_few_clients_train_alone_if_many_are_faster_alone(residual):
         Job(Client(0, fq.Budget(share=1.0), 1), prefix(residual.whole), 0), World(residual)
     )
     found = [store.layout_for(residual.whole, learner, count) for count in (4, 2, 8, 2, 1)]
-    assert found == ["alone", "alone", "laid", "alone", "alone"]
+    assert found == ["alone", "alone", "grouped", "alone", "alone"]
     assert timed == [4, 8]
 
 
@@ -357,7 +357,7 @@ def test_captured_stacks_have_clients_with_similar_numbers_of_samples(
     run = fq.prepare(
         method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0)
     )
-    run.engine.record, run.engine.layout = True, "laid"
+    run.engine.record, run.engine.layout = True, "grouped"
     seen = []
 
     def build(engine, server, learner, jobs, shares):
@@ -448,7 +448,7 @@ class Neighborly(nn.Module):
 def test_nets_that_depend_on_each_other_are_not_trained_side_by_side(make_data, play):
     family = fq.trace(Neighborly, torch.zeros(2, 3, 8, 8))
     method, data = with_local(HeteroFL(), batch_size=4), make_data(family, RAGGED)
-    ours = played(method, family, data, "laid", 2)
+    ours = played(method, family, data, "grouped", 2)
     assert any("see each other" in why for why in ours.engine.groups.refused.values())
     assert_same(play(method, family, data, shares=SHARES), ours)
 
@@ -467,4 +467,6 @@ class Rounding(nn.Module):
 def test_nets_without_a_gradient_in_their_samples_are_trained(make_data, play):
     family = fq.trace(Rounding, torch.zeros(2, 3, 8, 8))
     method, data = with_local(HeteroFL(), batch_size=4), make_data(family, RAGGED)
-    assert_same(play(method, family, data, shares=SHARES), played(method, family, data, "laid", 2))
+    assert_same(
+        play(method, family, data, shares=SHARES), played(method, family, data, "grouped", 2)
+    )

@@ -144,7 +144,7 @@ def test_single_precision_on_cuda_is_close_to_the_cpu(residual, make_data):
 # --- captured steps -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
+@pytest.mark.parametrize("layout", ["alone", "grouped", "stack"])
 @pytest.mark.parametrize("name", CUTTING)
 def test_captured_steps_give_the_numbers_of_the_sequential_engine(
     name, layout, residual, make_data, play, monkeypatch
@@ -163,7 +163,7 @@ def test_captured_steps_give_the_numbers_of_the_sequential_engine(
     assert_same(truth, on_cpu(run.train(2)), atol=1e-8)
 
 
-@pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
+@pytest.mark.parametrize("layout", ["alone", "grouped", "stack"])
 @pytest.mark.parametrize(
     "optimizer",
     [fq.optimizers.SGD(lr=0.1, momentum=0.9), fq.optimizers.AdamW(lr=0.01)],
@@ -191,7 +191,7 @@ def test_captured_steps_read_the_learning_rate_of_their_step(
     assert_same(truth, on_cpu(run.train(2)), atol=1e-8)
 
 
-@pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
+@pytest.mark.parametrize("layout", ["alone", "grouped", "stack"])
 @pytest.mark.parametrize(
     ("transform", "norm", "search"),
     [
@@ -224,7 +224,7 @@ def test_captured_attacks_give_the_numbers_of_the_sequential_engine(
     assert not run.engine.evaluator.uncapturable
 
 
-@pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
+@pytest.mark.parametrize("layout", ["alone", "grouped", "stack"])
 @pytest.mark.parametrize("name", ["heterofl", "sheterofl", "fjord"])
 def test_captured_steps_read_the_shares_of_the_loaded_clients(
     name, layout, perceptron, make_data, play
@@ -252,7 +252,7 @@ def test_captured_and_uncaptured_steps_agree_and_graphs_are_reused(residual, mak
         run = fq.prepare(
             method, residual, data, fleet, "vectorized", 0, "cuda", "fp64", fq.Evaluation(every=0)
         )
-        run.engine.record, run.engine.layout = record, "laid"
+        run.engine.record, run.engine.layout = record, "grouped"
         runs.append(run.train(4))
     assert_same(on_cpu(runs[0]), on_cpu(runs[1]), atol=1e-8)
     engine = runs[0].engine

@@ -32,7 +32,7 @@ ENGINES = {
         f"recorded-{layout}": lambda data, layout=layout: Vectorized(
             data, precision="fp64", record=True, layout=layout
         )
-        for layout in ("alone", "laid", "stack")
+        for layout in ("alone", "grouped", "stack")
     },
     "ray": lambda data: "ray",
 }
@@ -245,5 +245,5 @@ def test_a_lesson_trains_the_whole_stack_if_one_by_one_would_be_its_fastest_layo
 
     assert_same(truth, run)
     lessons = {shape for shape in public.groups.idle if shape.learner.teacher == PREDICTIONS}
-    assert {(shape.count > 1, shape.layout) for shape in lessons} == {(True, "laid")}
+    assert {(shape.count > 1, shape.layout) for shape in lessons} == {(True, "grouped")}
     assert not public.groups.refused

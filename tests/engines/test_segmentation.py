@@ -93,7 +93,7 @@ def test_losses_and_augmentation_give_the_same_numbers_on_both_engines(dims, los
     assert plain.records[0].loss != runs[0].records[0].loss
 
 
-@pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
+@pytest.mark.parametrize("layout", ["alone", "grouped", "stack"])
 def test_captured_steps_have_the_loss_of_segmentation(layout):
     engine = Vectorized(partitioned(), precision="fp64", layout=layout, record=True)
     assert_same(*(play(FedAvg(), one) for one in (engine, "sequential")))

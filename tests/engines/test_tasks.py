@@ -111,7 +111,7 @@ def test_other_losses_give_the_same_numbers_on_both_engines(task):
     assert_same(*(play(task, HeteroFL(), engine) for engine in LOCAL))
 
 
-@pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
+@pytest.mark.parametrize("layout", ["alone", "grouped", "stack"])
 def test_captured_steps_and_passes_have_the_loss_of_the_task(layout):
     """Captured evaluations sum up all metrics, not only counts."""
     _, data, outputs = TASKS["regression"]
@@ -195,9 +195,9 @@ def test_base_nets_are_sorted_by_the_direction_of_the_main_metric(monkeypatch):
         net: family(1).cutter.gather(run.server.weights, net, list(family(1).layout.dims))
         for net in nets
     }
-    exams = [EvalJob("", (net,), joined((net,), cuts), on="training", limit=18) for net in nets]
+    eval_jobs = [EvalJob("", (net,), joined((net,), cuts), on="training", limit=18) for net in nets]
     errors = [
-        score.main(run.world.task) for score in run.engine.evaluate(run.federation, exams, 18)
+        score.main(run.world.task) for score in run.engine.evaluate(run.federation, eval_jobs, 18)
     ]
     assert [-error for error in errors] == pytest.approx(seen[-1], abs=1e-9)
 

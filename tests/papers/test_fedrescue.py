@@ -242,7 +242,7 @@ class OuterOnly(FedResCuE):
         return Learner((Phase(TaskLoss(), Between(0.5, 1.0)),), own.local, own.lr)
 
 
-@pytest.mark.parametrize("layout", ["alone", "laid", "stack", "sequential"])
+@pytest.mark.parametrize("layout", ["alone", "grouped", "stack", "sequential"])
 def test_frozen_weights_are_bit_identical_on_every_engine(layout, residual, make_data):
     method, data = (
         with_local(OuterOnly(), optimizer=SHARP, batch_size=4),

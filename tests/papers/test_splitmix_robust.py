@@ -731,7 +731,7 @@ def test_sweeps_see_the_same_attacks(norm, pairs, images, play):
     )
     run.engine.record = True
     assert_same(truth, run.train(1))
-    swept = {kind.attack is not None for kind, *_ in run.engine.evaluator.idle_passes}
+    swept = {spec.attack is not None for spec, *_ in run.engine.evaluator.idle_passes}
     assert swept == {True, False}
 
 

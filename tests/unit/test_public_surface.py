@@ -29,6 +29,10 @@ PAGES = sorted(
     )
     if page.name != "what-changed.md"
 )
+# Scripts that no test runs as a whole.
+SCRIPTS = sorted(
+    file for folder in ("bench", "examples", "tools") for file in (ROOT / folder).rglob("*.py")
+)
 NOT_NAMES = {"csv", "html", "json", "md", "py", "toml", "whl", "MODULE"}  # Ends of files, a blank
 CHAIN = re.compile(r"(?<![\w./-])(?:fq|fedquilt)((?:\.[A-Za-z_]\w*)+)")
 IMPORT = re.compile(r"^\s*from (fedquilt[\w.]*) import (\([^)]*\)|[^\n]+)", re.MULTILINE)
@@ -112,6 +116,13 @@ def test_namespaces_have_what_their_names_say():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_name_that_a_page_uses_can_be_imported(page: Path):
     assert missing(text_of(page)) == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: str(script.relative_to(ROOT)))
+def test_every_name_that_a_script_imports_exists(script: Path):
+    for module, name in imported(script.read_text()):
+        owner = importlib.import_module(module)
+        assert hasattr(owner, name) or submodule(owner, name)
 
 
 def test_names_that_cannot_be_imported_are_found():

@@ -33,7 +33,7 @@ from fedquilt.errors.extras import how_to_install
 from fedquilt.names import find, is_reference, known
 
 Channels = Literal["auto", "first", "last", "none"]
-Layout = Literal["first", "last", "none"]
+ChannelDim = Literal["first", "last", "none"]
 # Names of arrays that have one row for each sample.
 _OF_SAMPLES = (
     "x",
@@ -323,7 +323,7 @@ def _prepared(samples: _Samples, multiple_of: int, standardize: bool, name: str)
     return replace(samples, parts=parts, public=public)
 
 
-def _layout(array: np.ndarray, channels: Channels, targets: np.ndarray | None = None) -> Layout:
+def _layout(array: np.ndarray, channels: Channels, targets: np.ndarray | None = None) -> ChannelDim:
     """Return the position of the channels in inputs: "first", "last" or "none".
 
     Bytes with three dimensions are grey images, so that they are always "none".
@@ -351,8 +351,8 @@ def _layout(array: np.ndarray, channels: Channels, targets: np.ndarray | None = 
 
 
 def _public_layout(
-    array: np.ndarray, channels: Channels, train: np.ndarray, layout: Layout
-) -> Layout:
+    array: np.ndarray, channels: Channels, train: np.ndarray, layout: ChannelDim
+) -> ChannelDim:
     """Return the position of the channels in public inputs: "first", "last" or "none".
 
     It is that of the training inputs if shapes agree. If not, it is found from the array alone.
@@ -367,7 +367,7 @@ def _public_layout(
     return layout if is_alike else _layout(array, channels)
 
 
-def _images(array: np.ndarray, layout: Layout) -> np.ndarray:
+def _images(array: np.ndarray, layout: ChannelDim) -> np.ndarray:
     """Return inputs with their channels in the second dimension: (sample, channel, …).
 
     With the layout "none" a single channel is added, and with "first" the array stays.

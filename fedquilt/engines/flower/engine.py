@@ -47,9 +47,9 @@ from fedquilt.terms import ClientState, Job, Payload, Server, Submodel, Weights
 
 
 def _forget(server: Server, clients: set[int], outcome: Outcome) -> None:
-    """Replace the old memories of clients whose devices lost their state by empty ones.
+    """Replace the states of clients whose devices lost them by empty states.
 
-    They are written to `outcome`. Scopes that were trained in this round keep their new memories.
+    They are written to `outcome`. Scopes that were trained in this round keep their new states.
     """
     for (client, scope), state in server.memory.items():
         if client in clients and (client, scope) not in outcome.memory:
@@ -146,7 +146,7 @@ class Flower(Sequential):
                 job = sent_job.job
                 fold.add(result.updates[number])
                 outcome.losses.append(result.losses[number])
-                outcome.memory[client, job.submodel.scope] = result.memories[number]
+                outcome.memory[client, job.submodel.scope] = result.client_states[number]
                 member = self.world.family.member(job.submodel)
                 sizes = batch_sizes(job, sent_job.learner)
                 macs = self.macs(client, sent_job.learner, member, sizes)
@@ -251,10 +251,10 @@ class Flower(Sequential):
         positions = None
         initial: Weights = {}
         if needs := initial_needs(federation, job, learner):
-            wanted = initial_positions(federation, job, memory)
-            if memory is None or wanted.index != memory.submodel.index:
-                positions = wanted
-                initial = self.world.family.cutter.gather(self.initial, wanted, needs)
+            new_positions = initial_positions(federation, job, memory)
+            if memory is None or new_positions.index != memory.submodel.index:
+                positions = new_positions
+                initial = self.world.family.cutter.gather(self.initial, new_positions, needs)
         file = packet_file(packet, payload.first, initial)
         down = (packet.bytes if packet else 0) + payload.first_bytes
         sent = SentJob(job, learner, known, memory, down, payload.first_bytes)

@@ -107,7 +107,7 @@ class OnDevices(Engine):
     def evaluate(
         self,
         federation: Federation,
-        exams: Sequence[EvalJob],
+        eval_jobs: Sequence[EvalJob],
         batch_size: int,
         by_domain: bool = False,
     ) -> list[Score]:
@@ -118,32 +118,34 @@ class OnDevices(Engine):
 
         Args:
             federation: World, method and link.
-            exams: Evaluations to run.
+            eval_jobs: Evaluations to run.
             batch_size: Samples in a batch.
             by_domain: Also return the scores of each domain of the server's test samples.
         """
         self.flower.begin(federation)
-        scores = [Score(exam.label) for exam in exams]
-        testable = [n for n, exam in enumerate(exams) if self._is_calibrated(federation, exam)]
-        here = [number for number in testable if self._is_on_server(exams[number])]
-        chosen = [exams[number] for number in here]
-        if chosen:
-            on_server = self.flower.evaluate(federation, chosen, batch_size, by_domain)
-            for number, score in zip(here, on_server, strict=True):
+        scores = [Score(eval_job.label) for eval_job in eval_jobs]
+        testable = [
+            n for n, eval_job in enumerate(eval_jobs) if self._is_calibrated(federation, eval_job)
+        ]
+        on_server = [number for number in testable if self._is_on_server(eval_jobs[number])]
+        server_jobs = [eval_jobs[number] for number in on_server]
+        if server_jobs:
+            server_scores = self.flower.evaluate(federation, server_jobs, batch_size, by_domain)
+            for number, score in zip(on_server, server_scores, strict=True):
                 scores[number] = score
 
         work: dict[int, list[Work]] = {}
-        for number in sorted({*testable} - {*here}):
-            for client in self._testers(federation, exams[number]):
+        for number in sorted({*testable} - {*on_server}):
+            for client in self._testers(federation, eval_jobs[number]):
                 work.setdefault(client.id, []).append(
-                    self._test(federation, client, number, exams[number])
+                    self._test(federation, client, number, eval_jobs[number])
                 )
         results = self.exchange.ask(federation, work, batch_size)
         for number, _ in sorted(results):
-            scores[number] = Score(exams[number].label)
+            scores[number] = Score(eval_jobs[number].label)
         for number, client_id in sorted(results):
             sums = results[number, client_id].sums
-            scores[number] = scores[number] + Score(exams[number].label, sums)
+            scores[number] = scores[number] + Score(eval_jobs[number].label, sums)
         return scores
 
     def calibrate(
@@ -171,10 +173,10 @@ class OnDevices(Engine):
             return self.flower.calibrate(federation, nets, batch_size)
         work: dict[int, list[Work]] = {}
         for number, (net, weights) in enumerate(nets):
-            exam = EvalJob("", (net,), {net.scope + n: v for n, v in weights.items()}, client)
-            for tester in self._testers(federation, exam):
+            eval_job = EvalJob("", (net,), {net.scope + n: v for n, v in weights.items()}, client)
+            for tester in self._testers(federation, eval_job):
                 work.setdefault(tester.id, []).append(
-                    self._measurement(federation, tester, number, exam, batch_size)
+                    self._measurement(federation, tester, number, eval_job, batch_size)
                 )
         results = self.exchange.ask(federation, work, batch_size)
         statistics: list[dict[str, Tensor]] = []
@@ -237,53 +239,53 @@ class OnDevices(Engine):
 
     # --- who does what ---------------------------------------------------------------------------
 
-    def _is_on_server(self, exam: EvalJob) -> bool:
+    def _is_on_server(self, eval_job: EvalJob) -> bool:
         """Return True if the server has the nets and the samples of a test."""
-        if exam.source != "server" or exam.client is not None:
+        if eval_job.source != "server" or eval_job.client is not None:
             return False
         samples = self.flower.server_samples
-        return samples.calibration if exam.on == "training" else samples.test
+        return samples.calibration if eval_job.on == "training" else samples.test
 
-    def _is_calibrated(self, federation: Federation, exam: EvalJob) -> bool:
+    def _is_calibrated(self, federation: Federation, eval_job: EvalJob) -> bool:
         """Return True unless a test lacks norm statistics, which is logged and reported.
 
         Devices complete the weights of clients' nets themselves.
         """
         family = federation.world.family
-        if exam.source != "server" or not federation.method.local.norm.stores:
+        if eval_job.source != "server" or not federation.method.local.norm.stores:
             return True
         lacking = [
             net
-            for net in exam.nets
+            for net in eval_job.nets
             for name in family.member(net).names
-            if name in {*family.statistics} and net.scope + name not in exam.weights
+            if name in {*family.statistics} and net.scope + name not in eval_job.weights
         ]
         if not lacking:
             return True
-        self.uncalibrated[exam.label] = None
+        self.uncalibrated[eval_job.label] = None
         self.flower.once.warning(
-            exam.label,
+            eval_job.label,
             "no device could measure the norm statistics of the net of size %s, so that it is not "
             "tested. A device that is online and can hold it is needed, or samples on the server.",
-            exam.label,
-            kind=exam.label,
+            eval_job.label,
+            kind=eval_job.label,
         )
         return False
 
-    def _testers(self, federation: Federation, exam: EvalJob) -> list[Client]:
+    def _testers(self, federation: Federation, eval_job: EvalJob) -> list[Client]:
         """Return the clients whose devices test the nets: the one that is named, or all that can.
 
         Devices that are offline, did not answer before, or cannot hold the nets are left out. There
         are no validation samples on devices.
         """
-        if exam.on == "validation":
+        if eval_job.on == "validation":
             return []
         seed = federation.world.seed
-        if exam.client is not None and exam.client not in self._online:
-            self.exchange.missing.setdefault(exam.client, "the device is offline")
+        if eval_job.client is not None and eval_job.client not in self._online:
+            self.exchange.missing.setdefault(eval_job.client, "the device is offline")
         absent = self.exchange.absent
-        if exam.client is not None:
-            candidates = [] if exam.client in absent else [exam.client]
+        if eval_job.client is not None:
+            candidates = [] if eval_job.client in absent else [eval_job.client]
         else:
             online = self._online
             count = min(self.max_clients, len(online))
@@ -291,7 +293,7 @@ class OnDevices(Engine):
                 noise.key(seed, noise.Stream.TESTED_CLIENTS), count, len(online)
             )
             candidates = [online[p] for p in positions if online[p] not in absent]
-        is_personal = exam.source != "server"
+        is_personal = eval_job.source != "server"
         clients = [
             self.fleet.client(
                 number,
@@ -304,41 +306,41 @@ class OnDevices(Engine):
         if is_personal or federation.method.ignores_budgets:
             return clients
         family = federation.world.family
-        return [client for client in clients if not family.excess(exam.nets, client.budget)]
+        return [client for client in clients if not family.excess(eval_job.nets, client.budget)]
 
     # --- work ------------------------------------------------------------------------------------
 
-    def _test(self, federation: Federation, client: Client, number: int, exam: EvalJob) -> Work:
+    def _test(self, federation: Federation, client: Client, number: int, eval_job: EvalJob) -> Work:
         """Return the test of nets on one device.
 
         Args:
             federation: World, method and link.
             client: Client whose device tests.
             number: Number of the test.
-            exam: The test.
+            eval_job: The test.
         """
         initial: dict[str, Tensor] = {}
-        if exam.source == "client":
-            for net in exam.nets:
+        if eval_job.source == "client":
+            for net in eval_job.nets:
                 initial |= self._initial(federation, Job(client, net, self.server.round))
         task = EvalTask(
-            exam.nets,
+            eval_job.nets,
             0,
             False,
-            exam.source,
+            eval_job.source,
             bool(initial),
-            exam.own_classes,
-            exam.absent,
-            exam.robustness,
-            exam.attack,
-            exam.on,
-            exam.limit,
+            eval_job.own_classes,
+            eval_job.absent,
+            eval_job.robustness,
+            eval_job.attack,
+            eval_job.on,
+            eval_job.limit,
         )
         count = None
-        if exam.on == "training":
-            limit = MAX_CALIBRATION_SAMPLES if exam.limit is None else exam.limit
+        if eval_job.on == "training":
+            limit = MAX_CALIBRATION_SAMPLES if eval_job.limit is None else eval_job.limit
             count = min(client.size, limit, MAX_CALIBRATION_SAMPLES)
-        weights = TaskWeights(exam.weights, initial)
+        weights = TaskWeights(eval_job.weights, initial)
         return Work(number, task, weights, _metric_sums(federation.world), count)
 
     def _initial(self, federation: Federation, job: Job) -> dict[str, Tensor]:
@@ -360,7 +362,7 @@ class OnDevices(Engine):
         federation: Federation,
         client: Client,
         number: int,
-        exam: EvalJob,
+        eval_job: EvalJob,
         batch_size: int,
     ) -> Work:
         """Return the measurement of a net's norm statistics on one device.
@@ -369,10 +371,10 @@ class OnDevices(Engine):
             federation: World, method and link.
             client: Client whose device measures.
             number: Number of the net.
-            exam: The net and its weights.
+            eval_job: The net and its weights.
             batch_size: Samples in a batch.
         """
-        (net,) = exam.nets
+        (net,) = eval_job.nets
         names = [
             name
             for name in federation.world.family.member(net).names
@@ -382,8 +384,8 @@ class OnDevices(Engine):
         expected = {name.removeprefix(net.scope): tensor for name, tensor in tensors.items()}
         samples = torch.arange(min(client.size, MAX_CALIBRATION_SAMPLES))
         count = len(batched(samples, batch_size)) if len(samples) > 1 else 0
-        task = EvalTask(exam.nets, 0, calibrates=True, on="training")
-        return Work(number, task, TaskWeights(exam.weights), expected, count)
+        task = EvalTask(eval_job.nets, 0, calibrates=True, on="training")
+        return Work(number, task, TaskWeights(eval_job.weights), expected, count)
 
 
 def _over_perfect_link(federation: Federation) -> Federation:

@@ -58,7 +58,7 @@ class Accepted:
 
     updates: tuple[Update, ...]
     losses: tuple[float, ...]
-    memories: tuple[ClientState, ...]
+    client_states: tuple[ClientState, ...]
     up: tuple[int, ...]  # Bytes of each job's upload
     rms: float = 0.0  # Root mean square of the change of all weights
 
@@ -94,7 +94,7 @@ class ReplyReader:
     needs_rms: bool = False  # True: the root mean square of each reply's change is computed
 
     def read(self, message: Message, request: str, sent: Sequence[SentJob]) -> Accepted:
-        """Return the updates, losses and memories of a reply, or refuse the whole reply.
+        """Return the updates, losses and client states of a reply, or refuse the whole reply.
 
         Args:
             message: The reply.
@@ -129,15 +129,15 @@ class ReplyReader:
                 f"it states {reply.size} samples; client {client.id} enrolled with {client.size}"
             )
         mask = self._class_mask(reply)
-        updates, losses, memories, up = [], [], [], []
+        updates, losses, client_states, up = [], [], [], []
         for sent_job, result, file in zip(sent, reply.results, message.files, strict=True):
-            update, memory, num_bytes = self._update(sent_job, result, file, mask)
+            update, client_state, num_bytes = self._update(sent_job, result, file, mask)
             updates.append(update)
-            memories.append(memory)
+            client_states.append(client_state)
             losses.append(result.loss)
             up.append(num_bytes)
         rms = self._rms(updates) if self.needs_rms else 0.0
-        return Accepted(tuple(updates), tuple(losses), tuple(memories), tuple(up), rms)
+        return Accepted(tuple(updates), tuple(losses), tuple(client_states), tuple(up), rms)
 
     def _max_bytes(self, sent: SentJob) -> int:
         """Return the most bytes of a reply to a job: twice its values, and room for notes."""

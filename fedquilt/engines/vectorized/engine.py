@@ -75,7 +75,7 @@ class Vectorized(Simulation):
     memory: int = 0
     record: bool | None = None  # True: steps are captured and replayed. None: only on a GPU
     # Layout of equal nets: one by one, side by side, stacked by vmap, or the fastest of these.
-    layout: Literal["auto", "alone", "laid", "stack"] = "auto"
+    layout: Literal["auto", "alone", "grouped", "stack"] = "auto"
 
     def __post_init__(self) -> None:
         self.evaluator = Evaluator(self)
@@ -414,8 +414,8 @@ class Vectorized(Simulation):
 
     # --- evaluation ------------------------------------------------------------------------------
 
-    def _evaluate(self, exams: Sequence[EvalSamples], batch_size: int) -> list[Score]:
-        return self.evaluator.evaluate(exams, batch_size)
+    def _evaluate(self, evaluations: Sequence[EvalSamples], batch_size: int) -> list[Score]:
+        return self.evaluator.evaluate(evaluations, batch_size)
 
     def _calibrate(
         self, nets: Sequence[tuple[EvalSpec, Weights]], batches: list[Tensor]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 CPU_ACTIVATION_BYTES = 64 << 20
 MIN_SAMPLES = 16  # Least number of samples that are evaluated at once
 MIN_CAPTURED_BATCHES = 4  # Least number of full batches for which a captured pass pays off
-KeyedPass = tuple[Hashable, CapturedPass]  # Captured pass, with the key of its kind
+KeyedPass = tuple[Hashable, CapturedPass]  # Captured pass, with the key of its EvalSpec
 # Sums (batch, …) by metric; outputs (batch, sample, class, …) if a metric needs them, or None; and
 # targets (batch, sample, …).
 Results = tuple[State, Tensor | None, Tensor]
@@ -64,7 +64,7 @@ class Evaluator:
         self.idle_passes: dict[Hashable, list[CapturedPass]] = {}  # Captured passes by key
         self.uncapturable: set[Hashable] = set()  # Keys of passes that cannot be captured
 
-    def evaluate(self, exams: Sequence[EvalSamples], batch_size: int) -> list[Score]:
+    def evaluate(self, evaluations: Sequence[EvalSamples], batch_size: int) -> list[Score]:
         """Return the score of every evaluation.
 
         Evaluations of equal members run together. Those with the same weights form a larger batch,
@@ -72,71 +72,82 @@ class Evaluator:
         evaluation are captured too.
 
         Args:
-            exams: Evaluations to run.
+            evaluations: Evaluations to run.
             batch_size: Most samples in a batch. A CPU may use fewer if this does not change the
                 outputs.
         """
-        task, totals = self.world.task, Totals(len(exams))
+        task, totals = self.world.task, Totals(len(evaluations))
         work: dict[tuple[EvalSpec, int, float | None], list[ScorePart]] = {}
         # Captured passes by net. Evaluations of one net take turns on one captured pass.
         running: dict[Hashable, tuple[int, KeyedPass]] = {}
-        for position, exam in enumerate(exams):
-            kind = exam.kind(self.engine.method.local.norm)
-            size = self._batch_size(kind, batch_size)
-            batches = batched(exam.samples.to(self.engine.device), size)
-            if exam.class_mask is None and not task.collected:  # A captured pass gives only sums
-                net = id(exam.weights), kind
+        for position, evaluation in enumerate(evaluations):
+            spec = evaluation.spec(self.engine.method.local.norm)
+            size = self._batch_size(spec, batch_size)
+            batches = batched(evaluation.samples.to(self.engine.device), size)
+            if (
+                evaluation.class_mask is None and not task.collected
+            ):  # A captured pass gives only sums
+                net = id(evaluation.weights), spec
                 if net in running:
                     previous, captured = running.pop(net)
                     totals.add([previous], add_lead(self._end_pass(captured)))
-                begun, batches = self._begin_pass(kind, exam.weights, batches)
+                begun, batches = self._begin_pass(spec, evaluation.weights, batches)
                 if begun:
                     running[net] = position, begun
             masks = (
-                batched(exam.stored_mask(task), size) if task.collected else [None] * len(batches)
+                batched(evaluation.stored_mask(task), size)
+                if task.collected
+                else [None] * len(batches)
             )
-            absent = None if exam.class_mask is None else exam.absent
+            absent = None if evaluation.class_mask is None else evaluation.absent
             for number, (rows, mask) in enumerate(zip(batches, masks, strict=True)):
-                work.setdefault((kind, len(rows), absent), []).append(
+                work.setdefault((spec, len(rows), absent), []).append(
                     ScorePart(position, number, rows, mask)
                 )
         by_turns(captured for _, (_, captured) in running.values())
-        for (kind, size, absent), parts in work.items():
-            max_batches = self._batches_at_once(self._widest(kind.nets), size)
+        for (spec, size, absent), parts in work.items():
+            max_batches = self._batches_at_once(self._widest(spec.nets), size)
             for first in range(0, len(parts), max_batches):
                 chunk = parts[first : first + max_batches]
-                self._run_batches(kind, exams, chunk, absent, totals)
+                self._run_batches(spec, evaluations, chunk, absent, totals)
         for position, captured in running.values():
             totals.add([position], add_lead(self._end_pass(captured)))
-        return totals.scores(exams)
+        return totals.scores(evaluations)
 
     def _run_batches(
         self,
-        kind: EvalSpec,
-        all_exams: Sequence[EvalSamples],
+        spec: EvalSpec,
+        all_evaluations: Sequence[EvalSamples],
         parts: list[ScorePart],
         absent: float | None,
         totals: Totals,
     ) -> None:
-        """Run batches of evaluations of one kind, and add the results to the totals.
+        """Run batches of evaluations of one spec, and add the results to the totals.
 
         Args:
-            kind: Forward pass, the same for all of the batches.
-            all_exams: All evaluations.
+            spec: Forward pass, the same for all of the batches.
+            all_evaluations: All evaluations.
             parts: Batches of equal size.
             absent: Output that replaces those of classes that a client lacks. None: all classes
                 count.
             totals: Sums and outputs so far.
         """
-        exams, rows = [all_exams[part.exam_index] for part in parts], [part.rows for part in parts]
-        sums, outputs, targets = self._results(kind, exams, rows, absent)
-        totals.add([part.exam_index for part in parts], sums)
+        evaluations, rows = (
+            [all_evaluations[part.evaluation_index] for part in parts],
+            [part.rows for part in parts],
+        )
+        sums, outputs, targets = self._results(spec, evaluations, rows, absent)
+        totals.add([part.evaluation_index for part in parts], sums)
         if outputs is not None:
             for part, batch_outputs, batch_targets in zip(parts, outputs, targets, strict=True):
                 totals.store(part, batch_outputs, batch_targets)
 
     def _results(
-        self, kind: EvalSpec, exams: list[EvalSamples], rows: list[Tensor], absent: float | None
+        self,
+        spec: EvalSpec,
+        evaluations: list[EvalSamples],
+        rows: list[Tensor],
+        absent: float | None,
     ) -> Results:
         """Return the results of batches of equal size, in the order of the batches.
 
@@ -145,32 +156,40 @@ class Evaluator:
         one.
 
         Args:
-            kind: Forward pass, the same for all of the batches.
-            exams: Evaluation of each batch.
+            spec: Forward pass, the same for all of the batches.
+            evaluations: Evaluation of each batch.
             rows: Positions of each batch's samples.
             absent: Output that replaces those of classes that a client lacks. None: all classes
                 count.
         """
         hidden = -torch.inf if absent is None else absent
         # A single batch is faster without vmap, and some nets cannot be stacked.
-        if len(exams) == 1 or any(net.arch in self.engine.unstackable for net in kind.nets):
-            return self._one_by_one(kind, exams, rows, hidden)
-        shares_weights = all(exam.weights is exams[0].weights for exam in exams)
+        if len(evaluations) == 1 or any(net.arch in self.engine.unstackable for net in spec.nets):
+            return self._one_by_one(spec, evaluations, rows, hidden)
+        shares_weights = all(
+            evaluation.weights is evaluations[0].weights for evaluation in evaluations
+        )
         class_masks = None
         if absent is not None:
             class_masks = torch.stack(
-                [exam.class_mask for exam in exams if exam.class_mask is not None]
+                [
+                    evaluation.class_mask
+                    for evaluation in evaluations
+                    if evaluation.class_mask is not None
+                ]
             )
         # Outputs do not depend on other samples, so that one large batch gives the same outputs.
-        if shares_weights and not self._depends_on_batch(kind):
-            return self._joined(kind, exams[0].weights, torch.stack(rows), class_masks, hidden)
-        weights, weights_dim = exams[0].weights, None
+        if shares_weights and not self._depends_on_batch(spec):
+            return self._joined(
+                spec, evaluations[0].weights, torch.stack(rows), class_masks, hidden
+            )
+        weights, weights_dim = evaluations[0].weights, None
         if not shares_weights:
-            weights, weights_dim = stacked([exam.weights for exam in exams]), 0
+            weights, weights_dim = stacked([evaluation.weights for evaluation in evaluations]), 0
         index = torch.stack(rows)
-        inputs, targets = self.engine.samples(kind, index)
+        inputs, targets = self.engine.samples(spec, index)
         masks_dim = None if class_masks is None else 0
-        run = partial(self._run_batch, kind, hidden)
+        run = partial(self._run_batch, spec, hidden)
         mapped = vmap(run, in_dims=(weights_dim, 0, 0, 0, masks_dim))
         try:
             with torch.no_grad():
@@ -178,29 +197,35 @@ class Evaluator:
         except Exception as error:
             if fails_alone(error):
                 raise
-            for net in kind.nets:
+            for net in spec.nets:
                 self.engine.set_apart(net.arch, first_line(error))
-            return self._results(kind, exams, rows, absent)
+            return self._results(spec, evaluations, rows, absent)
         return sums, outputs_by_name.get("outputs"), targets
 
     def _one_by_one(
-        self, kind: EvalSpec, exams: list[EvalSamples], rows: list[Tensor], hidden: float
+        self, spec: EvalSpec, evaluations: list[EvalSamples], rows: list[Tensor], hidden: float
     ) -> Results:
         """Return the results of batches that are run one after another, without vmap.
 
         Args:
-            kind: Forward pass, the same for all of the batches.
-            exams: Evaluation of each batch, with its weights and class mask.
+            spec: Forward pass, the same for all of the batches.
+            evaluations: Evaluation of each batch, with its weights and class mask.
             rows: Positions of each batch's samples, (sample,). All batches have the same size.
             hidden: Output that replaces those of classes that a client lacks.
         """
         batch_results, all_targets = [], []
         with torch.no_grad():
-            for exam, batch_rows in zip(exams, rows, strict=True):
-                inputs, targets = self.engine.samples(kind, batch_rows)
+            for evaluation, batch_rows in zip(evaluations, rows, strict=True):
+                inputs, targets = self.engine.samples(spec, batch_rows)
                 batch_results.append(
                     self._run_batch(
-                        kind, hidden, exam.weights, inputs, targets, batch_rows, exam.class_mask
+                        spec,
+                        hidden,
+                        evaluation.weights,
+                        inputs,
+                        targets,
+                        batch_rows,
+                        evaluation.class_mask,
                     )
                 )
                 all_targets.append(targets)
@@ -213,7 +238,7 @@ class Evaluator:
 
     def _joined(
         self,
-        kind: EvalSpec,
+        spec: EvalSpec,
         weights: Weights,
         index: Tensor,
         class_masks: Tensor | None,
@@ -224,7 +249,7 @@ class Evaluator:
         Sums are still computed for each batch.
 
         Args:
-            kind: Forward pass, the same for all of the batches.
+            spec: Forward pass, the same for all of the batches.
             weights: Weights of the net.
             index: Positions of samples, (batch, sample).
             class_masks: Classes that count, (batch, class). None: all of them.
@@ -235,10 +260,10 @@ class Evaluator:
         def measure(outputs: Tensor, targets: Tensor, class_mask: Tensor | None) -> State:
             return task.sums(outputs, targets, class_mask, hidden)
 
-        inputs, targets = self.engine.samples(kind, index)
+        inputs, targets = self.engine.samples(spec, index)
         with torch.no_grad():
             together = self._logits(
-                kind, weights, inputs.flatten(0, 1), targets.flatten(0, 1), index.flatten()
+                spec, weights, inputs.flatten(0, 1), targets.flatten(0, 1), index.flatten()
             )
             outputs = together.reshape(*index.shape, *together.shape[1:])
             masks_dim = None if class_masks is None else 0
@@ -247,7 +272,7 @@ class Evaluator:
 
     def _run_batch(
         self,
-        kind: EvalSpec,
+        spec: EvalSpec,
         hidden: float,
         weights: Weights,
         inputs: Tensor,
@@ -258,7 +283,7 @@ class Evaluator:
         """Return the sums of metrics of one batch, and its outputs if a metric needs them.
 
         Args:
-            kind: Forward pass.
+            spec: Forward pass.
             hidden: Output that replaces those of classes that a client lacks.
             weights: Weights of the net, or of all nets whose outputs are averaged.
             inputs: Samples, (sample, …).
@@ -269,26 +294,26 @@ class Evaluator:
         Returns:
             Sums by metric, and {"outputs": outputs}, which is empty if no metric needs them.
         """
-        outputs = self._logits(kind, weights, inputs, targets, rows)
+        outputs = self._logits(spec, weights, inputs, targets, rows)
         sums = self.world.task.sums(outputs, targets, class_mask, hidden)
         return sums, {"outputs": outputs} if self.world.task.collected else {}
 
     def _logits(
-        self, kind: EvalSpec, weights: Weights, inputs: Tensor, targets: Tensor, rows: Tensor
+        self, spec: EvalSpec, weights: Weights, inputs: Tensor, targets: Tensor, rows: Tensor
     ) -> Tensor:
         """Return the outputs of one batch, (sample, class, …).
 
-        Samples are attacked first if `kind` has an attack.
+        Samples are attacked first if `spec` has an attack.
 
         Args:
-            kind: Forward pass, with its attack.
+            spec: Forward pass, with its attack.
             weights: Weights of the net, or of all nets whose outputs are averaged.
             inputs: Clean samples, (sample, …).
             targets: Targets, which an attack needs, (sample, …).
             rows: Positions of the samples, (sample,), from which an attack's random start follows.
         """
-        attack_start = kind.drawn(self.world.seed, rows, inputs)
-        return kind.logits(self.world, weights, inputs, targets, attack_start)
+        attack_start = spec.drawn(self.world.seed, rows, inputs)
+        return spec.logits(self.world, weights, inputs, targets, attack_start)
 
     def calibrate(
         self, nets: Sequence[tuple[EvalSpec, Weights]], batches: list[Tensor]
@@ -299,39 +324,39 @@ class Evaluator:
             nets: Forward pass and weights of each net.
             batches: Positions of samples in the training set.
         """
-        begun = [self._begin_pass(kind, weights, batches) for kind, weights in nets]
+        begun = [self._begin_pass(spec, weights, batches) for spec, weights in nets]
         by_turns(captured[1] for captured, _ in begun if captured)
         statistics = []
-        for (kind, weights), (captured, other_batches) in zip(nets, begun, strict=True):
-            measured = self._measured(kind, weights, other_batches)
+        for (spec, weights), (captured, other_batches) in zip(nets, begun, strict=True):
+            measured = self._measured(spec, weights, other_batches)
             if captured:
                 measured.append(self._end_pass(captured))
             statistics.append(mean_statistics(measured, len(batches)))
         return statistics
 
-    def _measured(self, kind: EvalSpec, weights: Weights, batches: list[Tensor]) -> list[State]:
+    def _measured(self, spec: EvalSpec, weights: Weights, batches: list[Tensor]) -> list[State]:
         """Return the norm statistics of each batch, without a captured pass.
 
         Batches of equal size are stacked by vmap, as many as fit into memory. The result is ordered
         by batch size, not as `batches`.
 
         Args:
-            kind: Forward pass of one net that measures statistics.
+            spec: Forward pass of one net that measures statistics.
             weights: Weights of the net.
             batches: Positions of each batch's samples in the training set, (sample,).
         """
-        arch = kind.nets[0].arch
+        arch = spec.nets[0].arch
         by_size: dict[int, list[Tensor]] = {}
         for rows in batches:
             by_size.setdefault(len(rows), []).append(rows)
 
         def measure(inputs: Tensor, targets: Tensor, rows: Tensor) -> dict[str, Tensor]:
-            attack_start = kind.drawn(self.world.seed, rows, inputs)
-            return kind.statistics(self.world, weights, inputs, targets, attack_start)
+            attack_start = spec.drawn(self.world.seed, rows, inputs)
+            return spec.statistics(self.world, weights, inputs, targets, attack_start)
 
         def measure_stacked(chunk: list[Tensor]) -> list[State]:
             index = torch.stack(chunk)
-            statistics = vmap(measure)(*self.engine.samples(kind, index), index)
+            statistics = vmap(measure)(*self.engine.samples(spec, index), index)
             return [
                 {name: value[number] for name, value in statistics.items()}
                 for number in range(len(chunk))
@@ -351,20 +376,20 @@ class Evaluator:
                             if fails_alone(error):
                                 raise
                             self.engine.set_apart(arch, first_line(error))
-                    measured += [measure(*self.engine.samples(kind, rows), rows) for rows in chunk]
+                    measured += [measure(*self.engine.samples(spec, rows), rows) for rows in chunk]
         return measured
 
     # --- captured passes -------------------------------------------------------------------------
 
     def _begin_pass(
-        self, kind: EvalSpec, weights: Weights, batches: list[Tensor]
+        self, spec: EvalSpec, weights: Weights, batches: list[Tensor]
     ) -> tuple[KeyedPass | None, list[Tensor]]:
         """Begin a captured pass over the batches that are as large as the first, if that pays off.
 
-        It pays off for `MIN_CAPTURED_BATCHES` or more. An idle pass of the same kind is reused.
+        It pays off for `MIN_CAPTURED_BATCHES` or more. An idle pass with the same `spec` is reused.
 
         Args:
-            kind: Forward pass.
+            spec: Forward pass.
             weights: Weights of the net.
             batches: Positions of each batch's samples, (sample,).
 
@@ -374,21 +399,21 @@ class Evaluator:
         size = len(batches[0]) if batches else 0
         full_batches = [rows for rows in batches if len(rows) == size]
         # The seed is part of the key, because a captured attack has it as a constant.
-        key = kind, size, tuple(weights), self.world.seed, self.world.task
+        key = spec, size, tuple(weights), self.world.seed, self.world.task
         if (
             not self.engine.captures_steps
             or len(full_batches) < MIN_CAPTURED_BATCHES
             or key in self.uncapturable
         ):
             return None, batches
-        if self.engine.client_bytes(self._widest(kind.nets), size, 0) > self.engine.memory:
+        if self.engine.client_bytes(self._widest(spec.nets), size, 0) > self.engine.memory:
             return None, batches
         idle = self.idle_passes.setdefault(key, [])
         try:
             if idle:
                 captured = idle.pop()
             else:
-                function = self._pass_function(kind)
+                function = self._pass_function(spec)
                 captured = CapturedPass(function, weights, size, self.engine.device)
         except CaptureError as error:
             self.uncapturable.add(key)
@@ -410,22 +435,22 @@ class Evaluator:
         self.idle_passes[key].append(captured)
         return captured.end()
 
-    def _pass_function(self, kind: EvalSpec) -> PassFunction:
+    def _pass_function(self, spec: EvalSpec) -> PassFunction:
         """Return the function that a captured pass runs: norm statistics, or sums of metrics."""
         engine, world, seed = self.engine, self.world, self.world.seed
 
         def measured(weights: Weights, rows: Tensor) -> State:
-            stored, targets = engine.samples(kind, rows)
+            stored, targets = engine.samples(spec, rows)
             inputs = channels_last(stored)
-            return kind.statistics(world, weights, inputs, targets, kind.drawn(seed, rows, inputs))
+            return spec.statistics(world, weights, inputs, targets, spec.drawn(seed, rows, inputs))
 
         def tested(weights: Weights, rows: Tensor) -> State:
-            stored, targets = engine.samples(kind, rows)
+            stored, targets = engine.samples(spec, rows)
             inputs = channels_last(stored)
-            logits = kind.logits(world, weights, inputs, targets, kind.drawn(seed, rows, inputs))
+            logits = spec.logits(world, weights, inputs, targets, spec.drawn(seed, rows, inputs))
             return world.task.sums(logits, targets)
 
-        return measured if kind.mode.statistics == "measure" else tested
+        return measured if spec.mode.statistics == "measure" else tested
 
     # --- how much at once ------------------------------------------------------------------------
 
@@ -446,15 +471,15 @@ class Evaluator:
             return max(1, self.engine.memory // self.engine.client_bytes(arch, batch_size, 0))
         return max(1, CPU_ACTIVATION_BYTES // self._activations(arch, batch_size))
 
-    def _batch_size(self, kind: EvalSpec, batch_size: int) -> int:
+    def _batch_size(self, spec: EvalSpec, batch_size: int) -> int:
         """Return the batch size of an evaluation, at most `batch_size`.
 
         A CPU uses smaller batches, of at least `MIN_SAMPLES`, where outputs do not depend on the
         other samples of a batch.
         """
-        if self.engine.device.type == "cuda" or self._depends_on_batch(kind):
+        if self.engine.device.type == "cuda" or self._depends_on_batch(spec):
             return batch_size
-        arch = self._widest(kind.nets)
+        arch = self._widest(spec.nets)
         return min(
             batch_size,
             max(
@@ -463,12 +488,12 @@ class Evaluator:
             ),
         )
 
-    def _depends_on_batch(self, kind: EvalSpec) -> bool:
+    def _depends_on_batch(self, spec: EvalSpec) -> bool:
         """Return True if outputs may depend on the other samples of a batch.
 
         This can also happen with stored statistics, if some norm stores none.
         """
-        return kind.mode.statistics == "batch" or self.world.family.depends_on_batch(kind.mode)
+        return spec.mode.statistics == "batch" or self.world.family.depends_on_batch(spec.mode)
 
     def _activations(self, arch: Arch, batch_size: int) -> int:
         """Return the bytes of activations that a training step keeps for its backward pass.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fedquilt.engines.vectorized.cuda_graph import CaptureError
-from fedquilt.engines.vectorized.group_tensors import Layout, Shape
+from fedquilt.engines.vectorized.group_tensors import GroupLayout, Shape
 from fedquilt.engines.vectorized.groups import ClientGroup, replay_time
 from fedquilt.engines.vectorized.stack import Stack
 from fedquilt.errors import FedquiltError
@@ -44,7 +44,7 @@ class GroupStore:
         self.engine = engine
         self.idle: dict[Shape, list[ClientGroup]] = {}  # Groups without clients, by shape
         self.refused: dict[Shape, str] = {}  # Shapes that cannot be used, with the reason
-        self._chosen: dict[Shape, Layout] = {}  # Fastest layout, by shape
+        self._chosen: dict[Shape, GroupLayout] = {}  # Fastest layout, by shape
         self.warm: set[Hashable] = set()  # Actions that a client group has captured before
         # Number of steps with batches that were not full, by shape and batch size.
         self.tails: Counter[tuple[Shape, int]] = Counter()
@@ -72,7 +72,7 @@ class GroupStore:
         if layout == "alone" and count > 1:
             # Clients that are stacked for their own samples learn a lesson as the same stack, also
             # if one by one is the fastest layout of the lesson.
-            layout = "laid"
+            layout = "grouped"
         shape = Shape.of(stack.arch, stack.learner, count, layout)
         ragged = any(
             set(client_sizes) != {full} or len(client_sizes) != len(stack.sizes[0])
@@ -90,7 +90,7 @@ class GroupStore:
                 self._refuse(candidate, error)
         return None
 
-    def layout_for(self, arch: Arch, learner: Learner, count: int) -> Layout:
+    def layout_for(self, arch: Arch, learner: Learner, count: int) -> GroupLayout:
         """Return the layout in which clients of a member are trained.
 
         It is the one that was asked for, or the fastest on this machine.
@@ -105,7 +105,7 @@ class GroupStore:
         if count == 1:
             return "alone"
         if self.engine.device.type != "cuda":  # Never slower than stacked: bench/layouts.py
-            return "laid"
+            return "grouped"
         # A choice by measured times would not be deterministic.
         if not self.engine.captures_steps or torch.are_deterministic_algorithms_enabled():
             return "stack"
@@ -121,7 +121,7 @@ class GroupStore:
             self._chosen[key] = "alone" if "alone" in layouts_of_more else self._fastest(key)
         return self._chosen[key]
 
-    def _fastest(self, shape: Shape) -> Layout:
+    def _fastest(self, shape: Shape) -> GroupLayout:
         """Capture every layout, time its replays, and return the fastest.
 
         Several groups are replayed together, as in a cohort. A single group would measure the
@@ -133,11 +133,11 @@ class GroupStore:
             shape: Shape of the groups. Its layout is ignored.
         """
         num_clients = shape.count * max(1, MIN_TIMED_CLIENTS // shape.count)
-        seconds_by_layout: dict[Layout, float] = {}
-        layouts: tuple[Layout, ...] = ("alone", "laid", "stack")
+        seconds_by_layout: dict[GroupLayout, float] = {}
+        layouts: tuple[GroupLayout, ...] = ("alone", "grouped", "stack")
         for layout in layouts:
             # Stacked was never faster than side by side: docs/performance.md.
-            if layout == "stack" and "laid" in seconds_by_layout:
+            if layout == "stack" and "grouped" in seconds_by_layout:
                 continue
             candidate = replace(shape, layout=layout, count=1 if layout == "alone" else shape.count)
             try:
@@ -147,7 +147,7 @@ class GroupStore:
                 continue
             seconds_by_layout[layout] = replay_time(groups)
             self.idle.setdefault(candidate, []).extend(groups)
-        best: Layout = "stack"
+        best: GroupLayout = "stack"
         if seconds_by_layout:
             best = min(seconds_by_layout, key=lambda layout: seconds_by_layout[layout])
         for layout in seconds_by_layout:
@@ -166,7 +166,7 @@ class GroupStore:
 
         Raises:
             CaptureError: The step cannot be captured, or the shape was refused before.
-            GroupingError: The layout is "laid", and the nets cannot be computed side by side.
+            GroupingError: The layout is "grouped", and the nets cannot be computed side by side.
         """
         if shape in self.refused:
             raise CaptureError(self.refused[shape])

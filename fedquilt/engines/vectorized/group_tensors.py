@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from fedquilt.engines.vectorized.engine import Vectorized
 
 
-# "alone": each client has its own stream. "laid": nets are computed side by side, as groups of
+# "alone": each client has its own stream. "grouped": nets are computed side by side, as groups of
 # grouped convolutions. "stack": nets are stacked by vmap.
-Layout = Literal["alone", "laid", "stack"]
+GroupLayout = Literal["alone", "grouped", "stack"]
 CHUNK_STEPS = 64  # Steps whose batch positions are on the device at once
 LINE = ""  # Name of the tensor that joins all trainable weights of a group
 
@@ -38,10 +38,10 @@ class Shape:
     arch: Arch  # Architecture of the member that the clients train
     learner: Learner  # Local training, without settings that change between rounds
     count: int  # Number of clients
-    layout: Layout  # Layout in which their nets are computed
+    layout: GroupLayout  # Layout in which their nets are computed
 
     @staticmethod
-    def of(arch: Arch, learner: Learner, count: int, layout: Layout) -> Shape:
+    def of(arch: Arch, learner: Learner, count: int, layout: GroupLayout) -> Shape:
         """Return the shape of a client group.
 
         It leaves out the learner's settings that change between rounds, because they are loaded
@@ -65,7 +65,7 @@ class GroupTensors:
 
     Raises:
         CaptureError: Steps of the learner cannot be captured.
-        GroupingError: The layout is "laid", and the nets cannot be computed side by side.
+        GroupingError: The layout is "grouped", and the nets cannot be computed side by side.
     """
 
     def __init__(self, engine: Vectorized, shape: Shape) -> None:
@@ -74,7 +74,7 @@ class GroupTensors:
         self.member = member = family.member(shape.arch)
         device, count = engine.device, shape.count
         _check_capturable(learner)
-        self.net = member.grouped(count) if shape.layout == "laid" else None
+        self.net = member.grouped(count) if shape.layout == "grouped" else None
 
         # Weights and slots, with clients in the first dimension.
         fresh = family.cutter.gather(engine.template, member.prefix, learner.names(member))

@@ -54,7 +54,7 @@ class ClientGroup(GroupStep):
 
     Raises:
         CaptureError: Steps of the learner cannot be captured.
-        GroupingError: The layout is "laid", and the nets cannot be computed side by side.
+        GroupingError: The layout is "grouped", and the nets cannot be computed side by side.
     """
 
     def __init__(self, engine: Vectorized, shape: Shape) -> None:

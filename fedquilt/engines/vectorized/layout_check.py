@@ -18,7 +18,7 @@ from fedquilt.round.training.step import train_pass
 
 
 def check_grouped(group: GroupTensors, grouped_net: GroupedNet) -> None:
-    """Refuse the layout "laid" if its logits differ from those of stacked nets.
+    """Refuse the layout "grouped" if its logits differ from those of stacked nets.
 
     A forward pass may treat channels in ways that cannot be read off the layers. A net that
     normalizes a channel by its neighbours would then mix clients. Both are tested by

@@ -18,7 +18,7 @@ from fedquilt.round.training.optimizers import State
 class ScorePart:
     """Batch of an evaluation."""
 
-    exam_index: int  # Position of the evaluation in the list of evaluations.
+    evaluation_index: int  # Position of the evaluation in the list of evaluations.
     number: int  # Position of the batch in the evaluation.
     rows: Tensor  # (sample,) Positions of the batch's samples, on the device.
     # (sample,) True for samples whose outputs are stored. None: no metric needs them.
@@ -34,7 +34,7 @@ class Totals:
     # Outputs and targets, by evaluation and batch.
     stored: dict[int, dict[int, tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
-    def add(self, exam_indices: Sequence[int], sums: Mapping[str, Tensor]) -> None:
+    def add(self, evaluation_indices: Sequence[int], sums: Mapping[str, Tensor]) -> None:
         """Add the sums of some batches to those of their evaluations.
 
         Batches of one evaluation are summed first, so that no two values are added to one entry at
@@ -42,19 +42,21 @@ class Totals:
         digit with it.
 
         Args:
-            exam_indices: Position of the evaluation for every batch, in ascending order.
+            evaluation_indices: Position of the evaluation for every batch, in ascending order.
             sums: Sums (batch, …) by metric.
         """
         # Number of batches of every evaluation.
-        lengths = {position: len(list(batches)) for position, batches in groupby(exam_indices)}
+        lengths = {
+            position: len(list(batches)) for position, batches in groupby(evaluation_indices)
+        }
         device = next(iter(sums.values())).device if sums else None
         index = torch.tensor(list(lengths), device=device)
         for name, value in sums.items():
             if name not in self.sums:
                 self.sums[name] = value.new_zeros(self.count, *value.shape[1:])
-            if len(lengths) < len(exam_indices):
+            if len(lengths) < len(evaluation_indices):
                 batch_sums = value.split_with_sizes(list(lengths.values()))
-                value = torch.stack([exam_sums.sum(0) for exam_sums in batch_sums])
+                value = torch.stack([evaluation_sums.sum(0) for evaluation_sums in batch_sums])
             self.sums[name].index_add_(0, index, value)
 
     def store(self, part: ScorePart, outputs: Tensor, targets: Tensor) -> None:
@@ -67,25 +69,25 @@ class Totals:
         """
         assert part.stored_mask is not None, "a metric that needs outputs has said of which samples"
         batch = outputs.cpu()[part.stored_mask], targets.cpu()[part.stored_mask]
-        self.stored.setdefault(part.exam_index, {})[part.number] = batch
+        self.stored.setdefault(part.evaluation_index, {})[part.number] = batch
 
-    def scores(self, exams: Sequence[EvalSamples]) -> list[Score]:
+    def scores(self, evaluations: Sequence[EvalSamples]) -> list[Score]:
         """Return the score of every evaluation, with its sums and stored outputs.
 
         Stored outputs are in the order of the evaluation's batches, on the CPU.
 
         Args:
-            exams: Evaluations, in the order of their positions in `sums` and `stored`.
+            evaluations: Evaluations, in the order of their positions in `sums` and `stored`.
         """
         sums = {name: value.cpu() for name, value in self.sums.items()}
         scores = []
-        for number, exam in enumerate(exams):
-            exam_sums = {name: value[number] for name, value in sums.items()}
+        for number, evaluation in enumerate(evaluations):
+            evaluation_sums = {name: value[number] for name, value in sums.items()}
             by_batch = self.stored.get(number, {})
             batches = [by_batch[batch] for batch in sorted(by_batch)]
             outputs = targets = None
             if batches:
                 outputs = torch.cat([batch_outputs for batch_outputs, _ in batches])
                 targets = torch.cat([batch_targets for _, batch_targets in batches])
-            scores.append(Score(exam.label, exam_sums, outputs, targets))
+            scores.append(Score(evaluation.label, evaluation_sums, outputs, targets))
         return scores

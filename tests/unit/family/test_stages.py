@@ -21,8 +21,9 @@ from torch.func import functional_call, grad, vmap
 import fedquilt as fq
 from fedquilt.errors import ConfigError, ExportError, TraceError
 from fedquilt.family.heads import fit_head
+from fedquilt.family.stage_ends import growths_of
 from fedquilt.family.staged import Grown
-from fedquilt.family.stages import growths_of, stage_sizes
+from fedquilt.family.stages import stage_sizes
 from fedquilt.models import MODELS, UNet
 from fedquilt.terms import WHOLE
 

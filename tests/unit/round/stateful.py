@@ -99,7 +99,7 @@ ENGINES = {
         f"recorded-{layout}": lambda data, layout=layout: Vectorized(
             data, precision="fp64", record=True, layout=layout
         )
-        for layout in ("alone", "laid", "stack")
+        for layout in ("alone", "grouped", "stack")
     },
     "ray": lambda data: "ray",
 }

@@ -163,7 +163,7 @@ def test_a_score_is_that_of_the_module(engine, residual, make_data):
     model = residual.module(submodel, state).eval()
     cut = residual.cutter.gather(state, submodel, tuple(state))
     samples, held = torch.tensor([3, 1, 20, 7, 8]), torch.tensor([True, True, False, True])
-    exams = [
+    evaluations = [
         EvalSamples("all", (submodel,), cut, torch.arange(24)),
         EvalSamples("few", (submodel,), cut, samples),
         EvalSamples("masked", (submodel,), cut, samples, held),
@@ -171,7 +171,7 @@ def test_a_score_is_that_of_the_module(engine, residual, make_data):
         EvalSamples("released", (submodel,), cut, samples.flip(0), held, absent=0.0),
         EvalSamples("none", (submodel,), cut, samples[:0]),
     ]
-    scores = ours._evaluate(exams, batch_size=10)
+    scores = ours._evaluate(evaluations, batch_size=10)
     logits = model(ours.data.test_inputs).detach()
     hits = logits.argmax(1) == data.test_targets
     seen = logits[samples].masked_fill(~held, -torch.inf).argmax(1) == data.test_targets[samples]
@@ -260,9 +260,9 @@ def asked(monkeypatch):
     """Collect the number of samples and of tests of every evaluation."""
     calls = []
 
-    def counted(engine, exams, batch_size, own):
-        calls.append((sum(len(exam.samples) for exam in exams), len(exams)))
-        return own(engine, exams, batch_size)
+    def counted(engine, evaluations, batch_size, own):
+        calls.append((sum(len(evaluation.samples) for evaluation in evaluations), len(evaluations)))
+        return own(engine, evaluations, batch_size)
 
     for kind in (Sequential, Vectorized):
         monkeypatch.setattr(kind, "_evaluate", partialmethod(counted, own=kind._evaluate))
@@ -384,8 +384,10 @@ def test_clients_own_nets_count_in_the_domains_of_their_own_test_parts(
     for client, part in enumerate(data.test_parts):
         memory = run.server.memory[client, ""]
         for domain in (0, 1):
-            exam = EvalSamples("", (memory.submodel,), memory.weights, part[homes[part] == domain])
-            [score] = run.engine._evaluate([exam], 8)
+            evaluation = EvalSamples(
+                "", (memory.submodel,), memory.weights, part[homes[part] == domain]
+            )
+            [score] = run.engine._evaluate([evaluation], 8)
             own[client, domain] = score.main(TASK)
     assert metrics["accuracy/mnist"]["1.0"] == pytest.approx(
         (own[0, 0] + own[1, 0] + own[2, 0]) / 3, abs=1e-12

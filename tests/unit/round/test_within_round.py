@@ -213,7 +213,7 @@ def test_methods_give_the_same_numbers_on_both_engines(name, record, residual, p
     ids=["sgd", "adam", "adamw"],
 )
 @pytest.mark.parametrize("record", [True, pytest.param(None, marks=pytest.mark.slow), False])
-@pytest.mark.parametrize("layout", ["laid", "stack"])
+@pytest.mark.parametrize("layout", ["grouped", "stack"])
 def test_optimizers_give_the_same_numbers_in_every_layout(
     layout, record, optimizer, perceptron, play, make_data
 ):

@@ -45,7 +45,7 @@ def test_a_failed_round_leaves_the_state_before_it(start, tmp_path):
 def test_a_failed_evaluation_leaves_the_client_states_before_it(start, monkeypatch):
     from fedquilt.engines import Sequential
 
-    def broken(self, federation, exams, batch_size, by_domain=False):
+    def broken(self, federation, eval_jobs, batch_size, by_domain=False):
         raise Stop
 
     run = start(rounds=1, evaluation=fq.Evaluation(every=2))
