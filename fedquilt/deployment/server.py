@@ -266,7 +266,7 @@ class Deployment:
     def train(self) -> bool:
         """Train until the run is finished. Return False if devices have joined or changed."""
         is_new = not holds_a_run(self.folder)
-        run, experiment = self._admit(max(saved_rounds(self.folder), default=0))
+        run, experiment, text = self._admit(max(saved_rounds(self.folder), default=0))
         self.courier.roster.save(self.folder / ROSTER)
         settings = experiment.to_toml()
         if is_new:
@@ -278,6 +278,7 @@ class Deployment:
                 if not is_new:
                     opened.load(run)
                     opened.rewrite(settings)
+                Status("training", text).save(self.folder)
                 complete(
                     run,
                     experiment.rounds,
@@ -290,8 +291,8 @@ class Deployment:
             return False
         return True
 
-    def _admit(self, round: int) -> tuple[Run, Experiment]:
-        """Return the run with all devices that can take part, and its settings.
+    def _admit(self, round: int) -> tuple[Run, Experiment, str]:
+        """Return the run with all devices that can take part, its settings, and what happened.
 
         A device that joins or has changed is refused if the run cannot be prepared with it, for
         example because settings of the link name as many clients as the run has begun with.
@@ -323,8 +324,8 @@ class Deployment:
                 )
         for text in texts:
             _log.info("%s", text)
-        Status("training", ". ".join(texts)).save(self.folder)
-        return admitted or self._prepare()
+        run, experiment = admitted or self._prepare()
+        return run, experiment, ". ".join(texts)
 
     def _prepare(self) -> tuple[Run, Experiment]:
         """Return a run with the fleet of the roster that has not begun, and its settings."""

@@ -161,9 +161,7 @@ class Scaffold(Method):
         optimizer = self.server_optimizer if self.server_lr == 1 else ServerStep(self.server_lr)
         mean = Mean(cutter, self.weighting, optimizer, plain=plain).begin(server)
         count = world.clients_in(server.round)
-        controls = as_weights(server, CONTROL)
-        if (earlier := world.clients_in(server.round - 1)) != count:
-            shrunk = {name: value * (earlier / count) for name, value in controls.weights.items()}
-            controls = replace(controls, weights=shrunk)
-        change = RunningSum(cutter, scale=1 / count).begin(controls)
+        earlier = world.clients_in(server.round - 1)
+        change = RunningSum(cutter, scale=1 / count, old_scale=earlier / count)
+        change = change.begin(as_weights(server, CONTROL))
         return Stateful(mean, {CONTROL: change})

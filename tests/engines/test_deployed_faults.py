@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from deployments import Deployment, Plan
 
-from fedquilt.deployment.keys import KeyFolder
+from fedquilt.deployment.keys import KeyFolder, make_keys
 from fedquilt.methods import METHODS
+from fedquilt.runs.load import load_run
 
 pytest.importorskip("flwr")
 faults = pytest.importorskip("faults")
@@ -35,6 +36,13 @@ def test_ten_megabytes_arrive_over_a_slow_link():
     assert faults.slow_link(print).lost == [0]
 
 
+def test_three_machines_train_over_links_that_lose_and_delay():
+    result = faults.lossy_network(print)
+    if result.skipped:
+        pytest.skip(result.skipped)
+    assert not result.errors
+
+
 def test_a_run_under_random_kills_equals_its_replay():
     assert faults.run_random(50, 0, print).all_back
 
@@ -45,6 +53,34 @@ def test_a_method_gives_the_numbers_of_sequential(name, tmp_path):
         deployment.start().finish()
         deployment.end()
         deployment.check()
+
+
+def test_a_device_with_a_new_key_joins_a_run_that_has_begun(tmp_path):
+    make_keys(tmp_path / "keys", 2)
+    with Deployment(tmp_path, Plan(rounds=20)) as deployment:
+        deployment.serve()
+        deployment.join(0)
+        deployment.join(1)
+        deployment.wait_for_round(1)
+        make_keys(tmp_path / "keys", 3)
+        deployment.wait(
+            lambda: "device-3.pub is a new key" in deployment.said("serve"), "the key is registered"
+        )
+        deployment.join(2)
+        deployment.wait(
+            lambda: "device 2 joined as client 2" in deployment.said("serve"), "device 2 has joined"
+        )
+        deployment.finish()
+        deployment.end()
+        deployment.check()
+        records = deployment.records
+    assert records[0].attendance is not None
+    assert records[0].attendance.asked == (0, 1)
+    assert records[-1].attendance is not None
+    assert 2 in records[-1].attendance.replied
+    (arrival,) = [a for record in records if record.attendance for a in record.attendance.arrivals]
+    assert (arrival.client, arrival.is_new, arrival.size) == (2, True, 30)
+    assert load_run(deployment.out).fleet.num_clients == 3
 
 
 def resident(process: int) -> int:
