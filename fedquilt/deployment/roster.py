@@ -19,7 +19,7 @@ from fedquilt.checks import whole
 from fedquilt.errors import BudgetError, ConfigError, FormatError, RecordError
 from fedquilt.fleets.fleet import Change, Devices
 from fedquilt.fleets.presets import Given
-from fedquilt.round.engine import Arrival
+from fedquilt.round.engine import RosterChange
 from fedquilt.storage.files import refuse_special, why, write_text
 from fedquilt.storage.tensor_files import bounded_json
 from fedquilt.terms import Budget
@@ -34,7 +34,7 @@ _BOUNDS = {"share", "macs", "params", "memory"}
 
 
 @dataclass(frozen=True)
-class Stage:
+class DeviceFacts:
     """Budget and size of a device from a round on."""
 
     round: int  # First round in which they hold, from 0
@@ -42,24 +42,24 @@ class Stage:
     size: int  # Training samples
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the stage as plain values."""
+        """Return the facts as plain values."""
         return {"round": self.round, "budget": self.budget.bounds, "size": self.size}
 
     @staticmethod
-    def from_dict(plain: Any) -> Stage:
-        """Read a stage.
+    def from_dict(plain: Any) -> DeviceFacts:
+        """Read the facts that `to_dict` wrote.
 
         Raises:
             FormatError: A value is missing, unknown or of another kind.
         """
         if not isinstance(plain, dict) or plain.keys() != {"round", "budget", "size"}:
-            raise FormatError("a stage does not have exactly the keys round, budget, size")
+            raise FormatError("facts do not have exactly the keys round, budget, size")
         round, budget, size = plain["round"], plain["budget"], plain["size"]
         if not whole(round) or round > MAX_ROUND or not whole(size, 1) or size > MAX_SIZE:
-            raise FormatError("the round or the size of a stage is out of range")
+            raise FormatError("a round or a size is out of range")
         if not isinstance(budget, dict):
-            raise FormatError("budget of a stage is no dict")
-        return Stage(round, read_budget(budget), size)
+            raise FormatError("a budget is no dict")
+        return DeviceFacts(round, read_budget(budget), size)
 
 
 @dataclass(frozen=True)
@@ -70,23 +70,23 @@ class RosterEntry:
     key: str  # Public key in the OpenSSH format, without a comment
     name: str  # Name that the device's owner chose
     since: str  # When the device joined first, in UTC
-    stages: tuple[Stage, ...]  # Its budgets and sizes in the order of rounds, at least one
+    history: tuple[DeviceFacts, ...]  # Its budgets and sizes in the order of rounds, at least one
     is_struck_off: bool = False  # True: the device is not asked any more
 
     @property
     def budget(self) -> Budget:
         """Return the budget that the device has now."""
-        return self.stages[-1].budget
+        return self.history[-1].budget
 
     @property
     def size(self) -> int:
         """Return the number of training samples that the device has now."""
-        return self.stages[-1].size
+        return self.history[-1].size
 
     @property
     def first_round(self) -> int:
         """Return the first round, from 0, in which the device could be asked."""
-        return self.stages[0].round
+        return self.history[0].round
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry as plain values."""
@@ -95,7 +95,7 @@ class RosterEntry:
             "key": self.key,
             "name": self.name,
             "since": self.since,
-            "stages": [stage.to_dict() for stage in self.stages],
+            "history": [facts.to_dict() for facts in self.history],
             "struck_off": self.is_struck_off,
         }
 
@@ -106,7 +106,7 @@ class RosterEntry:
         Raises:
             FormatError: A value is missing, unknown or of another kind.
         """
-        kinds = {"client": int, "key": str, "name": str, "since": str, "stages": list}
+        kinds = {"client": int, "key": str, "name": str, "since": str, "history": list}
         kinds["struck_off"] = bool
         if not isinstance(plain, dict) or plain.keys() != kinds.keys():
             raise FormatError(f"an entry does not have exactly the keys {', '.join(kinds)}")
@@ -118,16 +118,16 @@ class RosterEntry:
         if not plain["key"].startswith("ecdsa-sha2-nistp384 ") or len(plain["key"]) > 400:
             raise FormatError(f"the key of client {plain['client']} is no public key on P-384")
         check_name(plain["name"])
-        stages = tuple(map(Stage.from_dict, plain["stages"]))
-        rounds = [stage.round for stage in stages]
+        history = tuple(map(DeviceFacts.from_dict, plain["history"]))
+        rounds = [facts.round for facts in history]
         if not rounds or rounds != sorted(set(rounds)):
-            raise FormatError(f"the stages of client {plain['client']} do not ascend")
+            raise FormatError(f"the history of client {plain['client']} does not ascend")
         return RosterEntry(
             plain["client"],
             plain["key"],
             plain["name"],
             plain["since"],
-            stages,
+            history,
             plain["struck_off"],
         )
 
@@ -165,11 +165,11 @@ class Roster:
         entry = self.by_key(key)
         firsts = [other.first_round for other in self if entry in (None, other)]
         round = max([round, *firsts])
-        stage = Stage(round, budget, size)
+        facts = DeviceFacts(round, budget, size)
         if entry is None:
             since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             client = max(self.entries, default=-1) + 1
-            entry = RosterEntry(client, key, name, since, (stage,))
+            entry = RosterEntry(client, key, name, since, (facts,))
         elif entry.is_struck_off:
             raise ConfigError(
                 f"{name} asked to join as client {entry.client}; that device was struck off."
@@ -178,8 +178,8 @@ class Roster:
             entry = replace(entry, name=name)
         else:
             # A round that did not count is repeated with the newest facts.
-            earlier = tuple(stage for stage in entry.stages if stage.round < round)
-            entry = replace(entry, name=name, stages=(*earlier, stage))
+            earlier = tuple(facts for facts in entry.history if facts.round < round)
+            entry = replace(entry, name=name, history=(*earlier, facts))
         entry = RosterEntry.from_dict(json.loads(json.dumps(entry.to_dict())))  # The strict checks
         self.entries[entry.client] = entry
         return entry
@@ -192,23 +192,23 @@ class Roster:
         """
         first = [entry for entry in self if entry.first_round == 0]
         changes = tuple(
-            Change(stage.round, entry.client, stage.budget)
+            Change(facts.round, entry.client, facts.budget)
             for entry in self
-            for stage in entry.stages
-            if stage.round
+            for facts in entry.history
+            if facts.round
         )
-        budgets = Given(tuple(entry.stages[0].budget for entry in first))
+        budgets = Given(tuple(entry.history[0].budget for entry in first))
         return replace(settings, clients=len(first), budgets=budgets, changes=changes)
 
-    def arrivals(self) -> dict[int, list[Arrival]]:
+    def arrivals(self) -> dict[int, list[RosterChange]]:
         """Return the devices that joined or changed after the beginning, by round from 0."""
-        arrivals: dict[int, list[Arrival]] = {}
+        arrivals: dict[int, list[RosterChange]] = {}
         for entry in self:
-            for stage in entry.stages:
-                if stage.round:
-                    is_new = stage.round == entry.first_round
-                    arrival = Arrival(entry.client, stage.budget, stage.size, is_new)
-                    arrivals.setdefault(stage.round, []).append(arrival)
+            for facts in entry.history:
+                if facts.round:
+                    is_new = facts.round == entry.first_round
+                    arrival = RosterChange(entry.client, facts.budget, facts.size, is_new)
+                    arrivals.setdefault(facts.round, []).append(arrival)
         return arrivals
 
     def strike_off(self, client: int) -> None:

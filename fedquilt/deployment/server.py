@@ -320,7 +320,7 @@ class Deployment:
                 happened = "joined as" if is_new else "returned as"
                 texts.append(
                     f"{entry.name} {happened} client {entry.client}, with {entry.size} samples and "
-                    f"the budget {entry.budget}, from round {entry.stages[-1].round + 1}"
+                    f"the budget {entry.budget}, from round {entry.history[-1].round + 1}"
                 )
         for text in texts:
             _log.info("%s", text)

@@ -71,6 +71,10 @@ class Address:
         Raises:
             ConfigError: It says what would work.
         """
+        if not 0 <= self.port < 65536:
+            raise ConfigError(
+                f"--port {self.port} was asked for; 1 to 65535 would work, or 0 for any free one."
+            )
         if self.keys is None:
             if not is_loopback(self.host):
                 raise ConfigError(
@@ -132,6 +136,9 @@ def begin(
     """
     check_installed()
     address.check()
+    for name, number in (("--clients", num_clients), ("--least", least)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{name} {number} was asked for; whole numbers from 1 on would work.")
     if (folder / WORKPLACE / REQUEST).exists():
         stored = ServeRequest.load(folder)
         settings = folder / WORKPLACE / SETTINGS
@@ -373,6 +380,12 @@ def opened(folder: Path, address: Address) -> Iterator[Service]:
     front = OpenGate(gate, address.host, address.port, certificate)
     try:
         with link:
+            if address.superlink is not None and not link.is_up:
+                raise ConfigError(
+                    f"--superlink {address.superlink} was asked for; it does not answer. A "
+                    "SuperLink has to run there on the server, or `fedquilt serve` starts one "
+                    "without --superlink."
+                )
             public_keys = [] if keys is None else keys.device_public_keys
             for public_key in public_keys:
                 link.register(public_key)

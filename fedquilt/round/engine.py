@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fedquilt.errors import BudgetError
 from fedquilt.terms import Budget, ClientState, Job, Server, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Spent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Arrival:
+class RosterChange:
     """A device that takes part with a new budget or other samples from a round on."""
 
     client: int  # Number of its client
@@ -50,15 +51,22 @@ class Arrival:
     is_new: bool  # True: it joined in this round. False: it returned with other facts
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the arrival as values that JSON can hold."""
+        """Return the change as values that JSON can hold."""
         budget, size = self.budget.bounds, self.size
         return {"client": self.client, "budget": budget, "size": size, "joined": self.is_new}
 
     @staticmethod
-    def from_dict(plain: Mapping[str, Any]) -> Arrival:
-        """Return the arrival that `to_dict` wrote."""
-        budget = Budget(**plain["budget"])
-        return Arrival(int(plain["client"]), budget, int(plain["size"]), bool(plain["joined"]))
+    def from_dict(plain: Mapping[str, Any]) -> RosterChange:
+        """Return the change that `to_dict` wrote.
+
+        Raises:
+            ValueError: The budget is none.
+        """
+        try:
+            budget = Budget(**plain["budget"])
+        except BudgetError as error:
+            raise ValueError(str(error)) from error
+        return RosterChange(int(plain["client"]), budget, int(plain["size"]), bool(plain["joined"]))
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,9 @@ class Attendance:
     wire_up: int = 0  # Bytes of all replies, with notes and headers
     # Clients whose reply came after the deadline, or not before the round closed, and the reason
     late: Mapping[int, str] = field(default_factory=dict)
-    arrivals: tuple[Arrival, ...] = ()  # Devices that joined or have other facts from this round on
+    arrivals: tuple[
+        RosterChange, ...
+    ] = ()  # Devices that joined or have other facts from this round on
 
     @property
     def replied(self) -> tuple[int, ...]:
@@ -119,7 +129,7 @@ class Attendance:
             int(plain["wire_down"]),
             int(plain["wire_up"]),
             late,
-            tuple(map(Arrival.from_dict, plain.get("arrivals", ()))),
+            tuple(map(RosterChange.from_dict, plain.get("arrivals", ()))),
         )
 
 

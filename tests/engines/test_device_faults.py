@@ -22,7 +22,7 @@ from fedquilt.deployment.terms import Terms
 from fedquilt.engines.flower.courier import CourierReply
 from fedquilt.fleets import Change
 from fedquilt.methods import FedAvg, FedBN, FedRolex, Scaffold, SplitMix
-from fedquilt.round.engine import Arrival
+from fedquilt.round.engine import RosterChange
 from fedquilt.round.wire import Message
 from tests.conftest import with_local
 from tests.deployed import (
@@ -84,12 +84,12 @@ class Population:
         fleet = fq.Fleet.of(SHARES, self.first, 1.0)
         return fleet.changed([change for change in self.changes if change.round <= round], 1.0)
 
-    def arrivals(self) -> dict[int, list[Arrival]]:
+    def arrivals(self) -> dict[int, list[RosterChange]]:
         """Return what records list, by round from 0."""
-        arrivals: dict[int, list[Arrival]] = {}
+        arrivals: dict[int, list[RosterChange]] = {}
         known = set(range(self.first))
         for change in self.changes:
-            arrival = Arrival(change.client, change.budget, 0, change.client not in known)
+            arrival = RosterChange(change.client, change.budget, 0, change.client not in known)
             known.add(change.client)
             arrivals.setdefault(change.round, []).append(arrival)
         return arrivals

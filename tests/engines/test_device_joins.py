@@ -238,8 +238,8 @@ def test_a_device_that_returns_with_another_budget_goes_on_with_it(
     scene.serve(monkeypatch, {0: scene.host(0, 1.0), 1: scene.host(1, 0.5)}, change)
     found = scene.check(scene.truth((1.0, 0.5), 4))
     assert [len(record.attendance.absent) for record in found.records] == [0, 0, 0, 0]
-    stages = Roster.load(scene.out / ROSTER).entries[1].stages
-    assert [(stage.round, stage.budget.share) for stage in stages] == [(0, 0.5), (2, share)]
+    history = Roster.load(scene.out / ROSTER).entries[1].history
+    assert [(facts.round, facts.budget.share) for facts in history] == [(0, 0.5), (2, share)]
 
 
 def test_a_device_whose_budget_changed_unseen_loses_one_round(make_scene, monkeypatch):

@@ -34,7 +34,7 @@ from fedquilt.round.device import (
     initial_positions,
     with_installed,
 )
-from fedquilt.round.engine import FATES, Arrival, Engine, Outcome
+from fedquilt.round.engine import FATES, Engine, Outcome, RosterChange
 from fedquilt.round.federation import Federation
 from fedquilt.round.fold import Fold
 from fedquilt.round.link import Transmission
@@ -92,7 +92,7 @@ class Flower(Sequential):
     max_held_bytes: int = MAX_HELD_BYTES
     spill_folder: Path | None = None
     server_samples: ServerSamples = ServerSamples()
-    arrivals: Mapping[int, Sequence[Arrival]] = field(default_factory=dict)
+    arrivals: Mapping[int, Sequence[RosterChange]] = field(default_factory=dict)
 
     has_client_states: ClassVar[bool] = False
 

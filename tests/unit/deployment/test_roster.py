@@ -96,8 +96,8 @@ def changed(**values: object) -> bytes:
     return json.dumps(plain).encode()
 
 
-def staged(**values: object) -> bytes:
-    return changed(stages=[{"round": 0, "budget": {"share": 1.0}, "size": 5} | values])
+def with_facts(**values: object) -> bytes:
+    return changed(history=[{"round": 0, "budget": {"share": 1.0}, "size": 5} | values])
 
 
 @pytest.mark.parametrize(
@@ -122,23 +122,23 @@ def staged(**values: object) -> bytes:
         changed(name="two\nlines"),
         changed(name="x" * 101),
         changed(since=1),
-        changed(stages=[]),
-        changed(stages={}),
-        changed(stages=[1]),
-        changed(stages=[{"round": 0, "budget": {"share": 1.0}, "size": 5}] * 2),
-        staged(size=0),
-        staged(size=2**60),
-        staged(size=1.5),
-        staged(round=-1),
-        staged(round=2**60),
-        staged(round="0"),
-        staged(more=1),
-        staged(budget=1),
-        staged(budget={}),
-        staged(budget={"share": 2}),
-        staged(budget={"share": float("nan")}),
-        staged(budget={"share": "1"}),
-        staged(budget={"speed": 1}),
+        changed(history=[]),
+        changed(history={}),
+        changed(history=[1]),
+        changed(history=[{"round": 0, "budget": {"share": 1.0}, "size": 5}] * 2),
+        with_facts(size=0),
+        with_facts(size=2**60),
+        with_facts(size=1.5),
+        with_facts(round=-1),
+        with_facts(round=2**60),
+        with_facts(round="0"),
+        with_facts(more=1),
+        with_facts(budget=1),
+        with_facts(budget={}),
+        with_facts(budget={"share": 2}),
+        with_facts(budget={"share": float("nan")}),
+        with_facts(budget={"share": "1"}),
+        with_facts(budget={"speed": 1}),
         changed(more=1),
     ],
 )
