@@ -188,7 +188,8 @@ class Roster:
         """Return settings of the fleet with the budgets that devices have had in each round.
 
         Args:
-            settings: Settings of the run, whose cohort and availability are kept.
+            settings: Settings of the run, whose cohort and availability are kept. Its budgets and
+                redraws of budgets are not, because each device has one of its own.
         """
         first = [entry for entry in self if entry.first_round == 0]
         changes = tuple(
@@ -198,7 +199,9 @@ class Roster:
             if facts.round
         )
         budgets = Given(tuple(entry.history[0].budget for entry in first))
-        return replace(settings, clients=len(first), budgets=budgets, changes=changes)
+        return replace(
+            settings, clients=len(first), budgets=budgets, dynamic=False, changes=changes
+        )
 
     def arrivals(self) -> dict[int, list[RosterChange]]:
         """Return the devices that joined or changed after the beginning, by round from 0."""
