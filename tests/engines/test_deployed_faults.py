@@ -94,7 +94,8 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
-server, client = ServerApp(), ClientApp()
+server = ServerApp()
+client = ClientApp()
 
 
 @client.train()

@@ -30,6 +30,7 @@ from fedquilt.round.wire import Message
 from fedquilt.runs.experiment import Experiment
 from fedquilt.runs.folder_files import read_records
 from fedquilt.runs.load import load_run
+from fedquilt.runs.per_client import ever_trained, planned_jobs
 from fedquilt.terms import Budget
 
 KEYS = [f"ecdsa-sha2-nistp384 AAAA{number}" for number in range(4)]
@@ -255,6 +256,9 @@ def test_a_device_whose_budget_changed_unseen_loses_one_round(make_scene, monkey
     found = scene.check(scene.truth((1.0, 0.5), 4))
     assert [len(record.attendance.failed) for record in found.records] == [0, 1, 0, 0]
     assert "its owner allows" in found.records[1].attendance.failed[1]
+    trained = {(job.round, job.client.id) for job in planned_jobs(found)}
+    assert trained == {(round, client) for round in range(4) for client in (0, 1)}
+    assert ever_trained(found) == {"": pytest.approx(1.0)}
 
 
 def test_a_device_that_returns_with_other_samples_trains_on_them(make_scene, monkeypatch):
