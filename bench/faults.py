@@ -43,6 +43,7 @@ EPOCHS = 150  # A device trains for two to three seconds, so that it can be caug
 DEADLINE_SECONDS = 100.0  # A killed SuperNode is back after 75 s.
 INTO_TRAINING_SECONDS = 0.8  # Time from the request to the fault
 VICTIM = 1  # Client whose device suffers
+MAX_KILLS = 2  # Random kills in one round. A killed SuperNode costs more than a minute.
 RECOVERY_SECONDS = 400.0  # Longest time in which a fault has to be over
 SLOW_BYTES_PER_SECOND = 40e3
 SLOW_DEADLINE_SECONDS = 580.0
@@ -418,10 +419,19 @@ def run_random(rounds: int, seed: int, say: Callable[[str], None]) -> Result:
     dice = random.Random(seed)
     result = Result(f"{rounds} rounds under random kills")
     killed: list[str] = []
+    killed_in: list[int] = []  # Round of each kill
     began = time.monotonic()
     with workplace() as folder, running(folder, rounds) as deployment:
         while deployment.num_rounds < rounds and deployment.processes["serve"].is_running:
             time.sleep(dice.uniform(2, 25))
+            number = deployment.num_rounds
+            if killed_in.count(number) >= MAX_KILLS:  # A slow machine would never end a round.
+                deployment.wait(
+                    lambda number=number: deployment.num_rounds > number,
+                    f"round {number + 1} counts",
+                    RECOVERY_SECONDS,
+                )
+                continue
             name = dice.choice(["worker", "supernode", "join", "serverapp", "superlink", "serve"])
             client = dice.randrange(3) if name in ("worker", "supernode", "join") else None
             if deployment.pid(name, client) is None:
@@ -431,6 +441,7 @@ def run_random(rounds: int, seed: int, say: Callable[[str], None]) -> Result:
             except (DeploymentError, ProcessLookupError):
                 continue
             killed.append(name)
+            killed_in.append(number)
             say(f"round {deployment.num_rounds + 1}: killed {name} {client or ''}")
             if name == "join":
                 assert client is not None
