@@ -12,18 +12,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from namespaces import Namespaces
 from proxy import Proxy
 
 import fedquilt as fq
 from fedquilt.config.toml import read_toml
 from fedquilt.deployment.keys import KeyFolder, make_keys
 from fedquilt.deployment.processes import Process, environment, free_port
-from fedquilt.deployment.replay import Replay, attendances_of, unaccounted
+from fedquilt.deployment.replay import Replay, attendances_of, changes_of, unaccounted
 from fedquilt.errors import FedquiltError
 from fedquilt.round import Record
 from fedquilt.runs.experiment import Experiment
@@ -169,6 +170,8 @@ class Deployment:
         deadline: Seconds that devices have in a round.
         options: Further arguments of `fedquilt serve`.
         isolation: How devices run their tasks.
+        has_links: True: a proxy is between each device and the gate.
+        spaces: Network namespaces of the devices. None: all are on loopback.
     """
 
     folder: Path
@@ -176,7 +179,8 @@ class Deployment:
     deadline: float = 120.0
     options: Sequence[object] = ()
     isolation: str = "process"
-    has_links: bool = False  # A proxy between each device and the gate
+    has_links: bool = False
+    spaces: Namespaces | None = None
     processes: dict[str, Process] = field(default_factory=dict)
     _seen: dict[int, int] = field(default_factory=dict)  # Start times of processes, by their id
 
@@ -196,7 +200,8 @@ class Deployment:
         if not (self.folder / "config.toml").exists():
             self.plan.write(self.folder)
         if not (self.folder / "keys").exists():
-            make_keys(self.folder / "keys", len(self.plan.shares))
+            hosts = [] if self.spaces is None else [self.spaces.server]
+            make_keys(self.folder / "keys", len(self.plan.shares), hosts)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -236,6 +241,8 @@ class Deployment:
         arguments = ["serve", self.folder / "config.toml", "--out", self.out]
         arguments += ["--keys", self.folder / "keys", "--port", self.port]
         arguments += ["--deadline", self.deadline, *self.options]
+        if self.spaces is not None:
+            arguments += ["--host", self.spaces.server]
         process = self.command("serve", *arguments)
         begun = self.said("serve").count("devices join with")
         self.begin(process)
@@ -254,7 +261,11 @@ class Deployment:
         if self.has_links:
             link = self.links.setdefault(client, Proxy(self.port))
             port = link.port
-        arguments = ["join", "--superlink", f"localhost:{port}"]
+        host = "localhost"
+        if self.spaces is not None:
+            host = self.spaces.server
+            prefix = (*self.spaces.prefix(client), *prefix)
+        arguments = ["join", "--superlink", f"{host}:{port}"]
         arguments += ["--data", self.folder / f"device-{client}.npz"]
         arguments += ["--budget", f"share={self.plan.shares[client]}"]
         arguments += ["--state", self.state_of(client), "--name", f"device {client}"]
@@ -440,11 +451,26 @@ class Deployment:
 
 
 def replay(folder: Path, records: Sequence[Record]) -> fq.Run:
-    """Return a sequential run in which the clients that the records name are absent."""
-    run = Plan.experiment(folder).prepare()
+    """Return a sequential run in which the clients that the records name are absent.
+
+    Clients join and change their budgets in the rounds that the records name.
+    """
+    experiment = Plan.experiment(folder)
+    devices = experiment.fleet
+    changes = changes_of(records)
+    assert devices.clients is not None
+    first = min([devices.clients, *(c.client for c in changes if _joins(records, c.client))])
+    fleet = replace(devices, clients=first, changes=tuple(changes))
+    run = replace(experiment, fleet=fleet).prepare()
     engine = run.engine
     run.engine = Replay(
         engine.data, engine.device, engine.precision, attendances=attendances_of(records)
     )
     run.train(len(records))
     return run
+
+
+def _joins(records: Sequence[Record], client: int) -> bool:
+    """Return True if a client has joined after the first round."""
+    arrivals = (a for found in attendances_of(records).values() for a in found.arrivals)
+    return any(arrival.is_new and arrival.client == client for arrival in arrivals)

@@ -14,8 +14,9 @@ absent are absent, and the records have to account for every request.
 rounds from the fault to its end. `next round` is the time until a round counted, `all back` until
 one with all devices did.
 
-`slow link` takes five minutes, because 10 MB at 40 kB/s take 250 s. `wrong clock` needs Debian's
-package faketime. Without it the fault is skipped, and the table says why.
+`10 MB over 40 kB/s` takes five minutes, because 10 MB at 40 kB/s take 250 s. `wrong clock` needs a
+C compiler. Without it the fault is skipped, and the table says why. So is `three namespaces`, which
+needs root and a kernel with `tc netem`.
 """
 
 from __future__ import annotations
@@ -26,23 +27,27 @@ import random
 import shutil
 import signal
 import statistics
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from deployments import Deployment, DeploymentError, Plan
 from measure import machine
+from namespaces import Namespaces, NotPermittedError
 
 EPOCHS = 150  # A device trains for two to three seconds, so that it can be caught in the act.
 DEADLINE_SECONDS = 100.0  # A killed SuperNode is back after 75 s.
 INTO_TRAINING_SECONDS = 0.8  # Time from the request to the fault
 VICTIM = 1  # Client whose device suffers
+MAX_KILLS = 2  # Random kills in one round. A killed SuperNode costs more than a minute.
 RECOVERY_SECONDS = 400.0  # Longest time in which a fault has to be over
 SLOW_BYTES_PER_SECOND = 40e3
 SLOW_DEADLINE_SECONDS = 580.0
+NETEM = ("delay", "80ms", "20ms", "loss", "3%")  # Both ways on each of three links
 LARGE_MODEL = 'name = "tiny_resnet"\nwidths = [136, 272]'  # 11 MB in fp64
 
 
@@ -190,11 +195,10 @@ def lost_state(deployment: Deployment) -> None:
 
 def wrong_clock(deployment: Deployment) -> None:
     """Set the clock of a device ten minutes ahead, and then right."""
-    if shutil.which("faketime") is None:
-        raise SkippedError("faketime is not installed (Debian: apt-get install faketime)")
+    library = _wrong_clock_library(deployment.folder)
     _end_join(deployment)
     said = len(deployment.said(f"join-{VICTIM}"))
-    deployment.join(VICTIM, prefix=("faketime", "-f", "+600s"), FAKETIME_DONT_FAKE_MONOTONIC="1")
+    deployment.join(VICTIM, LD_PRELOAD=str(library), CLOCK_SHIFT="600")
     process = deployment.processes[f"join-{VICTIM}"]
     deployment.wait(
         lambda: "s ahead of the server's" in deployment.said(f"join-{VICTIM}")[said:],
@@ -210,6 +214,17 @@ def wrong_clock(deployment: Deployment) -> None:
     deployment.join(VICTIM)
 
 
+def _wrong_clock_library(folder: Path) -> Path:
+    """Compile the library that shifts the time of day, and return its path."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise SkippedError("there is no C compiler (Debian: apt-get install gcc)")
+    library, source = folder / "clock.so", Path(__file__).parent / "clock.c"
+    command = [compiler, "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
+    subprocess.run(command, check=True)
+    return library
+
+
 def other_family(deployment: Deployment) -> None:
     """Join with another model than the server's, and then with the right one."""
     _end_join(deployment)
@@ -219,16 +234,10 @@ def other_family(deployment: Deployment) -> None:
         "def net(num_classes=10):\n"
         "    return ResNet('basic', (1, 1), num_classes, 1, widths=(16, 24))\n"
     )
-    before = deployment.num_rounds
-    deployment.join(VICTIM, "--model", f"{code}:net")
-
-    def reasons() -> list[str]:
-        attendances = [record.attendance for record in deployment.records[before:]]
-        return [found.failed[VICTIM] for found in attendances if found and VICTIM in found.failed]
-
-    deployment.wait(reasons, "the device says that its model differs")
-    assert "model" in reasons()[0], reasons()
-    _end_join(deployment)
+    process = deployment.join(VICTIM, "--model", f"{code}:net")
+    deployment.wait(lambda: not process.is_running, "the device says that its model differs")
+    assert process.status == 2, process.status
+    assert "model" in process.tail, process.tail
     deployment.join(VICTIM)
 
 
@@ -253,6 +262,7 @@ FAULTS: dict[str, tuple[Fault, bool]] = {
     "another model on the device": (other_family, False),
 }
 SLOW = "10 MB over 40 kB/s"
+LOSSY = "three namespaces that lose and delay"
 
 
 def everybody_replied(deployment: Deployment, after: int) -> bool:
@@ -375,15 +385,53 @@ def slow_link(say: Callable[[str], None]) -> Result:
     return result
 
 
+def lossy_network(say: Callable[[str], None], netem: Sequence[str] = NETEM) -> Result:
+    """Train on three devices in network namespaces whose links lose and delay packets.
+
+    Args:
+        say: Prints a line.
+        netem: Arguments of `tc qdisc … netem`. Empty: the links lose and delay nothing.
+    """
+    result = Result(LOSSY)
+    began = time.monotonic()
+    try:
+        with Namespaces(3, netem) as spaces, workplace() as folder:
+            deployment = Deployment(folder, Plan(), DEADLINE_SECONDS, spaces=spaces)
+            with deployment:
+                deployment.start()
+                deployment.finish(RECOVERY_SECONDS)
+                records = deployment.records
+                deployment.end()
+                deployment.check()
+    except NotPermittedError as reason:
+        result.skipped = str(reason)
+        say(f"{LOSSY}: skipped, {reason}")
+        return result
+    replied = [len(record.attendance.replied) for record in records if record.attendance]
+    result.lost.append(3 * len(records) - sum(replied))
+    result.all_back.append(time.monotonic() - began)
+    result.next_round.append(result.all_back[0] / len(records))
+    return result
+
+
 def run_random(rounds: int, seed: int, say: Callable[[str], None]) -> Result:
     """Kill random processes at random times until a number of rounds has counted."""
     dice = random.Random(seed)
     result = Result(f"{rounds} rounds under random kills")
     killed: list[str] = []
+    killed_in: list[int] = []  # Round of each kill
     began = time.monotonic()
     with workplace() as folder, running(folder, rounds) as deployment:
         while deployment.num_rounds < rounds and deployment.processes["serve"].is_running:
             time.sleep(dice.uniform(2, 25))
+            number = deployment.num_rounds
+            if killed_in.count(number) >= MAX_KILLS:  # A slow machine would never end a round.
+                deployment.wait(
+                    lambda number=number: deployment.num_rounds > number,
+                    f"round {number + 1} counts",
+                    RECOVERY_SECONDS,
+                )
+                continue
             name = dice.choice(["worker", "supernode", "join", "serverapp", "superlink", "serve"])
             client = dice.randrange(3) if name in ("worker", "supernode", "join") else None
             if deployment.pid(name, client) is None:
@@ -393,6 +441,7 @@ def run_random(rounds: int, seed: int, say: Callable[[str], None]) -> Result:
             except (DeploymentError, ProcessLookupError):
                 continue
             killed.append(name)
+            killed_in.append(number)
             say(f"round {deployment.num_rounds + 1}: killed {name} {client or ''}")
             if name == "join":
                 assert client is not None
@@ -436,6 +485,8 @@ def main() -> None:
     results = list(live(names, asked.times, asked.minutes, say).values()) if names else []
     if any(part in SLOW for part in parts):
         results.append(slow_link(say))
+    if any(part in LOSSY for part in parts):
+        results.append(lossy_network(say))
     print(HEADER)
     for result in results:
         print(result.row)

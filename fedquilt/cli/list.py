@@ -84,7 +84,7 @@ class ListRequest(DataOptions):
             read_settings(self.config, self.trust) if self.config else demo()
         )
         experiment = Experiment.of(settings, sources, self.config or "")
-        data, _ = experiment.data.federate(experiment.fleet.clients, experiment.seed)
+        data, _ = experiment.data.federate(experiment.fleet.total, experiment.seed)
         if self.out:
             figure(data, self.out, self.by)
         if self.json:

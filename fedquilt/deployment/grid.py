@@ -57,12 +57,25 @@ class GridCourier:
 
     def nodes(self) -> dict[str, int]:
         """Return the node of every public key that is online."""
+        return {key: node.node_id for key, node in self._online_nodes().items()}
+
+    def sessions(self) -> dict[str, str]:
+        """Return the session of every public key that is online.
+
+        A session begins when the node connects, so that it is another one if the node was away.
+        """
+        return {
+            key: f"{node.node_id} {node.last_activated_at}"
+            for key, node in self._online_nodes().items()
+        }
+
+    def _online_nodes(self) -> dict[str, Any]:
         nodes = {}
         for node in self.grid.get_nodes():
             if node.status not in ("", "online"):
                 continue
             try:
-                nodes[public_key_text(node.public_key)] = node.node_id
+                nodes[public_key_text(node.public_key)] = node
             except ValueError:
                 _log.warning("The node %d has a key that cannot be read.", node.node_id)
         return nodes

@@ -177,9 +177,10 @@ class DeviceHost:
         try:
             request = EvalRequest.read(message)
             run, round, base = request.run, request.round, request.base
-            self._check(request)
+            is_own = any(task.source != "server" for task in request.tasks)
+            self._check(request, is_own)
             device = self.device(about)
-            if any(task.source != "server" for task in request.tasks):
+            if is_own:
                 write(self.settings.state / SERVER_FACTS, [about])
             return device.evaluate(message)
         except FedquiltError as error:
@@ -188,10 +189,16 @@ class DeviceHost:
             reason = said(error)
         return EvalReply(run, round, base, digest, failed=reason).message()
 
-    def _check(self, request: Request | EvalRequest) -> None:
-        """Refuse a request that names code, or another budget than the owner's."""
+    def _check(self, request: Request | EvalRequest, is_own: bool = False) -> None:
+        """Refuse a request that names code, or another budget than the owner's.
+
+        Args:
+            request: A request.
+            is_own: True: nets of the device are tested. They have the budget with which it trained
+                them, which may be an earlier one.
+        """
         permitted(request.settings, self.settings.allowed)
-        if request.client.budget != self.settings.budget:
+        if not is_own and request.client.budget != self.settings.budget:
             raise ConfigError(
                 f"the server has the budget {request.client.budget} for this device; its "
                 f"owner allows {self.settings.budget}. The server has to enrol it again."

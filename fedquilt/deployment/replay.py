@@ -1,7 +1,8 @@
 """Replay of a deployment from its records: the same clients are absent in the same rounds.
 
 A deployment ends with the model of a sequential run in which the clients that did not reply are
-absent. The replay shows it, wherever all samples are in one process.
+absent, and in which clients join and change their budgets in the same rounds (`changes_of`). The
+replay shows it, wherever all samples are in one process.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fedquilt.engines.sequential import Sequential
+from fedquilt.fleets import Change
 from fedquilt.round import Record
 from fedquilt.round.engine import Attendance, Outcome
 from fedquilt.round.fold import Fold
@@ -56,6 +58,19 @@ def attendances_of(records: Sequence[Record]) -> dict[int, Attendance]:
     return {
         record.round - 1: record.attendance for record in records if record.attendance is not None
     }
+
+
+def changes_of(records: Sequence[Record]) -> list[Change]:
+    """Return the clients that joined and the budgets that changed, for the fleet of a replay.
+
+    Args:
+        records: Records of a deployment.
+    """
+    return [
+        Change(round, arrival.client, arrival.budget)
+        for round, attendance in attendances_of(records).items()
+        for arrival in attendance.arrivals
+    ]
 
 
 def unaccounted(attendance: Attendance) -> set[int]:

@@ -2,7 +2,8 @@
 
 `fedquilt serve` writes a request (`deployment.json`) and starts a ServerApp, which calls `train`.
 It waits for the devices, asks them to introduce themselves, writes the settings of the run with
-their budgets, and trains. If it died, another call resumes.
+their budgets, and trains. If it died, another call resumes. If a device joins or returns with other
+facts, the run is prepared again with another fleet and resumed from its last round.
 """
 
 from __future__ import annotations
@@ -16,26 +17,27 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, ClassVar, get_args
 
 import torch
 
 from fedquilt.config.toml import read_toml
 from fedquilt.config.writing import write as write_settings
 from fedquilt.deployment.enrolment import Enrolment, ServerFacts, refuse_searched
-from fedquilt.deployment.grid import GridCourier
-from fedquilt.deployment.roster import ROSTER, Roster, RosterEntry
+from fedquilt.deployment.grid import ENROL_SECONDS, GridCourier
+from fedquilt.deployment.registrar import Registrar, RosterChangedError
+from fedquilt.deployment.roster import ROSTER, Roster
 from fedquilt.deployment.terms import Terms
 from fedquilt.engines.flower.engine import Flower
 from fedquilt.engines.flower.evaluation import SamplesName, ServerSamples
 from fedquilt.errors import FedquiltError, RecordError
-from fedquilt.fleets.presets import Given
 from fedquilt.names import said
 from fedquilt.round import Evaluation
+from fedquilt.round.engine import Outcome
 from fedquilt.runs.checkpoint import Checkpointing
 from fedquilt.runs.experiment import MAX_SINGLE_THREAD_MACS, Experiment, Ground
 from fedquilt.runs.folder import Folder
-from fedquilt.runs.folder_files import holds_a_run
+from fedquilt.runs.folder_files import holds_a_run, saved_rounds
 from fedquilt.runs.loop import complete
 from fedquilt.runs.model_settings import Model
 from fedquilt.runs.prepare import prepare
@@ -44,6 +46,8 @@ from fedquilt.storage.files import make_folder, write_text
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
+
+    from fedquilt.family import Family
 
 _log = logging.getLogger(__name__)
 WORKPLACE = "deployment"  # Folder beside the run's files
@@ -145,10 +149,16 @@ class DeviceEngine(Flower):
     Args:
         sizes: Training samples of each client, as its device stated them.
         least: Devices that have to be online before a round begins.
+        registrar: It asks devices that are new or return. None: clients stay as they are.
+        roster: Devices of the run.
     """
 
     sizes: Mapping[int, int] = field(default_factory=dict)
     least: int = 1
+    registrar: Registrar | None = None
+    roster: Roster = field(default_factory=Roster)
+
+    has_roster: ClassVar[bool] = True
 
     @property
     def settings(self) -> dict[str, bool | int | float | str]:
@@ -160,10 +170,20 @@ class DeviceEngine(Flower):
         return self.sizes[client]
 
     def online(self) -> Sequence[int]:
-        """Return the clients that can be reached, once there are enough of them."""
-        clients = self.reached.online()
+        """Return the clients that can be reached, once there are enough of them.
+
+        Raises:
+            RosterChangedError: Devices have joined or returned with other facts.
+        """
         has_reported = False
-        while len(clients) < self.least:
+        while True:
+            if self.registrar is not None:
+                self.registrar.look()
+                if self.registrar.changes(self.roster):
+                    raise RosterChangedError
+            clients = self.reached.online()
+            if len(clients) >= self.least:
+                return clients
             if not has_reported:
                 _log.warning(
                     "%d devices are online; the next round begins with %d.",
@@ -172,8 +192,17 @@ class DeviceEngine(Flower):
                 )
                 has_reported = True
             time.sleep(WAIT_SECONDS)
-            clients = self.reached.online()
-        return clients
+
+    def counts(self, outcome: Outcome) -> bool:
+        """Return True if at least `least` devices have sent a usable reply.
+
+        Devices that have failed are asked again who they are, because a device that has returned
+        with another budget refuses the earlier one.
+        """
+        if self.registrar is not None and outcome.attendance is not None:
+            for client in outcome.attendance.failed:
+                self.registrar.ask_again(self.roster.entries[client].key)
+        return super().counts(outcome)
 
 
 def train(folder: Path, grid: Grid) -> None:
@@ -194,9 +223,9 @@ def train(folder: Path, grid: Grid) -> None:
 
 def _train(folder: Path, grid: Grid) -> None:
     request = ServeRequest.load(folder)
-    is_new = not holds_a_run(folder)
-    config = folder / (f"{WORKPLACE}/{SETTINGS}" if is_new else "config.toml")
+    config = folder / "config.toml" if holds_a_run(folder) else folder / WORKPLACE / SETTINGS
     experiment = Experiment.of(read_toml(config), file=str(config))
+    experiment = replace(experiment, checkpoint=Checkpointing(rounds=1))
     roster = Roster.load(folder / ROSTER)
     courier = GridCourier(grid, roster)
     # The server's samples give the shape, the classes and the normalisation. They are divided among
@@ -214,101 +243,158 @@ def _train(folder: Path, grid: Grid) -> None:
         experiment.method.clients_need_public,
     )
     courier.about = facts.to_bytes()
-    enrol(folder, courier, request)
-    budgets = Given(tuple(entry.budget for entry in roster))
-    fleet = replace(experiment.fleet, clients=len(roster), budgets=budgets)
-    experiment = replace(experiment, fleet=fleet, checkpoint=Checkpointing(rounds=1))
-    ground = experiment.ground(data, family)
-    run = prepared(experiment, ground, courier, request)
-    experiment = settled(experiment, run, ground)
-    if is_new:
-        opened = Folder.create(folder, experiment.to_toml(), experiment.checkpoint)
-    else:
-        opened = Folder.resume(folder, experiment.checkpoint)
-    with opened:
-        if not is_new:
-            opened.load(run)
-        Status("training", f"{len(roster)} devices").save(folder)
-        complete(
-            run,
-            experiment.rounds,
-            folder=opened,
-            trackers=experiment.trackers,
-            settings=write_settings(experiment),
-            names={**experiment.names, "engine": "flower"},
-        )
+    registrar = Registrar(courier, lambda: ServeRequest.load(folder).keys)
+    enrol(folder, registrar, roster, request)
+    deployment = Deployment(folder, experiment, request, courier, registrar, family)
+    while not deployment.train():
+        pass  # Devices have joined or returned with other facts.
 
 
-def enrol(folder: Path, courier: GridCourier, request: ServeRequest) -> None:
-    """Wait for the devices, and write those that can take part to the roster.
-
-    There is no time limit. The status file of the run says which devices are ready, and why others
-    cannot take part. A run that is resumed waits for devices of its roster only.
+@dataclass
+class Deployment:
+    """A run on devices, whose fleet changes between rounds.
 
     Args:
         folder: Folder of the run.
-        courier: Carries messages. Its roster is filled.
+        experiment: Settings of the run. The fleet is that of the roster.
+        request: What `fedquilt serve` asked for.
+        courier: Carries messages. It has the roster.
+        registrar: Has what devices say about themselves.
+        family: The traced models.
+    """
+
+    folder: Path
+    experiment: Experiment
+    request: ServeRequest
+    courier: GridCourier
+    registrar: Registrar
+    family: Family
+
+    def train(self) -> bool:
+        """Train until the run is finished. Return False if devices have joined or changed."""
+        is_new = not holds_a_run(self.folder)
+        run, experiment, text = self._admit(max(saved_rounds(self.folder), default=0))
+        self.courier.roster.save(self.folder / ROSTER)
+        settings = experiment.to_toml()
+        if is_new:
+            opened = Folder.create(self.folder, settings, experiment.checkpoint)
+        else:
+            opened = Folder.resume(self.folder, experiment.checkpoint)
+        try:
+            with opened:
+                if not is_new:
+                    opened.load(run)
+                    opened.rewrite(settings)
+                Status("training", text).save(self.folder)
+                complete(
+                    run,
+                    experiment.rounds,
+                    folder=opened,
+                    trackers=experiment.trackers,
+                    settings=write_settings(experiment),
+                    names={**experiment.names, "engine": "flower"},
+                )
+        except RosterChangedError:
+            return False
+        return True
+
+    def _admit(self, round: int) -> tuple[Run, Experiment, str]:
+        """Return the run with all devices that can take part, its settings, and what happened.
+
+        A device that joins or has changed is refused if the run cannot be prepared with it, for
+        example because settings of the link name as many clients as the run has begun with.
+
+        Args:
+            round: Next round, from 0, in which devices take part with what they say now.
+        """
+        roster = self.courier.roster
+        changes = self.registrar.changes(roster)
+        texts = []
+        admitted: tuple[Run, Experiment] | None = None
+        for key, enrolment in in_order(changes, ServeRequest.load(self.folder).keys).items():
+            assert enrolment.budget is not None
+            earlier = dict(roster.entries)
+            is_new = roster.by_key(key) is None
+            try:
+                entry = roster.enrol(key, enrolment.name, enrolment.budget, enrolment.size, round)
+                admitted = self._prepare()
+            except FedquiltError as error:
+                roster.entries = earlier
+                reason = f"{enrolment.name} cannot take part in this run: {error}"
+                self.registrar.refuse(key, reason)
+                texts.append(reason)
+            else:
+                happened = "joined as" if is_new else "returned as"
+                texts.append(
+                    f"{entry.name} {happened} client {entry.client}, with {entry.size} samples and "
+                    f"the budget {entry.budget}, from round {entry.history[-1].round + 1}"
+                )
+        for text in texts:
+            _log.info("%s", text)
+        run, experiment = admitted or self._prepare()
+        return run, experiment, ". ".join(texts)
+
+    def _prepare(self) -> tuple[Run, Experiment]:
+        """Return a run with the fleet of the roster that has not begun, and its settings."""
+        roster = self.courier.roster
+        experiment = replace(self.experiment, fleet=roster.devices(self.experiment.fleet))
+        data = experiment.data.federate(experiment.fleet.total, experiment.seed)
+        ground = experiment.ground(data, self.family)
+        run = prepared(experiment, ground, self.courier, self.request, self.registrar)
+        return run, settled(experiment, run, ground)
+
+
+def enrol(folder: Path, registrar: Registrar, roster: Roster, request: ServeRequest) -> None:
+    """Wait until enough devices have introduced themselves, and fill an empty roster with them.
+
+    There is no time limit. The status file of the run says which devices are ready, and why others
+    cannot take part. A run that is resumed waits for as many as it needs for a round.
+
+    Args:
+        folder: Folder of the run.
+        registrar: It asks devices.
+        roster: Devices of the run. Empty: it is new.
         request: What `fedquilt serve` asked for.
     """
-    roster = courier.roster
-    introduced: dict[str, Enrolment] = {}
-    refused: dict[str, str] = {}  # Reasons by public key
+    is_new = len(roster) == 0
     shown = ""
     while True:
-        nodes = courier.nodes()
-        keys = [key for key in nodes if key not in introduced]
-        if request.keys:
-            keys = [key for key in keys if key in request.keys]
-        for key, enrolment in courier.enrol(keys).items() if keys else ():
-            entry = roster.by_key(key)
-            if enrolment.failed:
-                refused[key] = f"{enrolment.name} cannot take part: {enrolment.failed}"
-            elif entry is not None and entry.is_struck_off:
-                refused[key] = f"{enrolment.name} was struck off"
-            elif entry is not None and (reason := changed(entry, enrolment)):
-                refused[key] = reason
-            else:
-                introduced[key] = enrolment
-                refused.pop(key, None)
-        known = {entry.key for entry in roster}
-        ready = introduced.keys() if not known else introduced.keys() & known
+        registrar.look(ENROL_SECONDS)
+        registrar.changes(roster)  # It refuses devices that were struck off.
+        ready = registrar.introduced
         text = f"{len(ready)} of {request.num_clients} devices are ready"
-        text = ". ".join([text, *sorted(refused.values())])
+        text = ". ".join([text, *sorted(registrar.refused.values())])
         if text != shown:
             Status("waiting", text).save(folder)
             shown = text
-        if len(ready) >= (request.least if known else request.num_clients):
+        if len(ready) >= (request.num_clients if is_new else request.least):
             break
         time.sleep(WAIT_SECONDS)
-    if known := {entry.key for entry in roster}:  # A resumed run has the same clients.
-        introduced = {key: value for key, value in introduced.items() if key in known}
-    order = {key: number for number, key in enumerate(request.keys)}
-    ranked = sorted(introduced, key=lambda key: (order.get(key, 0), introduced[key].name, key))
-    for key in ranked[: request.num_clients]:
-        enrolment = introduced[key]
-        assert enrolment.budget is not None
-        roster.enrol(key, enrolment.name, enrolment.budget, enrolment.size)
-    roster.save(folder / ROSTER)
+    if is_new:
+        for key, enrolment in in_order(ready, request.keys).items():
+            assert enrolment.budget is not None
+            roster.enrol(key, enrolment.name, enrolment.budget, enrolment.size)
+        roster.save(folder / ROSTER)
 
 
-def changed(entry: RosterEntry, enrolment: Enrolment) -> str:
-    """Return why a device cannot continue its run. Empty: it has the same samples and budget.
+def in_order(introduced: Mapping[str, Enrolment], keys: Sequence[str]) -> dict[str, Enrolment]:
+    """Return devices in the order in which they get numbers: that of keys, then of names.
 
     Args:
-        entry: The device as the run has begun.
-        enrolment: What it states now.
+        introduced: What devices say, by public key.
+        keys: Public keys in the order of clients.
     """
-    if (entry.budget, entry.size) == (enrolment.budget, enrolment.size):
-        return ""
-    return (
-        f"client {entry.client} ({entry.name}) has returned with {enrolment.size} samples and the "
-        f"budget {enrolment.budget}; the run has begun with {entry.size} and {entry.budget}. The "
-        "same would work on the device, or a new run on the server"
-    )
+    order = {key: number for number, key in enumerate(keys)}
+    ranked = sorted(introduced, key=lambda key: (order.get(key, 0), introduced[key].name, key))
+    return {key: introduced[key] for key in ranked}
 
 
 def prepared(
-    experiment: Experiment, ground: Ground, courier: GridCourier, request: ServeRequest
+    experiment: Experiment,
+    ground: Ground,
+    courier: GridCourier,
+    request: ServeRequest,
+    registrar: Registrar | None = None,
 ) -> Run:
     """Return a run on devices that has not begun.
 
@@ -317,6 +403,7 @@ def prepared(
         ground: Data, model and fleet of the server.
         courier: Carries messages to devices.
         request: What `fedquilt serve` asked for.
+        registrar: It asks devices that are new or return. None: clients stay as they are.
     """
     is_small = ground.family.member(ground.family.whole).macs < MAX_SINGLE_THREAD_MACS
     usual = 1 if is_small else torch.get_num_threads()
@@ -332,6 +419,9 @@ def prepared(
         sizes={entry.client: entry.size for entry in courier.roster},
         least=request.least,
         server_samples=ServerSamples.of(request.samples),
+        arrivals=courier.roster.arrivals(),
+        registrar=registrar,
+        roster=courier.roster,
     )
     evaluation = experiment.evaluation or Evaluation(every=math.ceil(experiment.rounds / 10))
     run = prepare(

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedquilt.config.toml import read_toml
@@ -32,6 +32,7 @@ from fedquilt.deployment.server import (
 from fedquilt.deployment.superlink import SuperLink, SuperLinkAwayError
 from fedquilt.engines.flower.evaluation import SamplesName
 from fedquilt.errors import ConfigError
+from fedquilt.names import said
 from fedquilt.round import Record
 from fedquilt.runs.experiment import Experiment
 from fedquilt.runs.folder_files import holds_a_run, read_records
@@ -70,6 +71,10 @@ class Address:
         Raises:
             ConfigError: It says what would work.
         """
+        if not 0 <= self.port < 65536:
+            raise ConfigError(
+                f"--port {self.port} was asked for; 1 to 65535 would work, or 0 for any free one."
+            )
         if self.keys is None:
             if not is_loopback(self.host):
                 raise ConfigError(
@@ -131,6 +136,9 @@ def begin(
     """
     check_installed()
     address.check()
+    for name, number in (("--clients", num_clients), ("--least", least)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{name} {number} was asked for; whole numbers from 1 on would work.")
     if (folder / WORKPLACE / REQUEST).exists():
         stored = ServeRequest.load(folder)
         settings = folder / WORKPLACE / SETTINGS
@@ -211,6 +219,8 @@ class Service:
     folder: Path
     link: SuperLink
     gate: OpenGate
+    keys: KeyFolder | None = None  # Keys of devices. None: devices have none
+    registered: set[Path] = field(default_factory=set)  # Public keys that the SuperLink knows
     starts: int = 0  # ServerApps that were started
 
     def start_app(self, say: Callable[[str], None]) -> None:
@@ -250,6 +260,32 @@ class Service:
         """
         for name in self.link.mend():
             say(f"{name} had ended and was started again.")
+        for public_key in [] if self.keys is None else self.keys.device_public_keys:
+            is_written = public_key.stat().st_size > 0
+            if public_key not in self.registered and is_written:
+                self._register(public_key, say)
+
+    def _register(self, public_key: Path, say: Callable[[str], None]) -> None:
+        """Register the key of a device that was made since the start, so that it can join.
+
+        A SuperLink that does not answer is asked again later. A key that it refuses is left out.
+
+        Args:
+            public_key: File with the public key.
+            say: Prints a line.
+        """
+        try:
+            key = public_key_text(public_key.read_bytes())
+            self.link.register(public_key)
+        except SuperLinkAwayError:
+            return
+        except (ConfigError, OSError, ValueError) as error:
+            say(f"{public_key.name} cannot be used: {said(error)}")
+        else:
+            request = ServeRequest.load(self.folder)
+            replace(request, keys=tuple(dict.fromkeys([*request.keys, key]))).save(self.folder)
+            say(f"{public_key.name} is a new key. Its device can join.")
+        self.registered.add(public_key)
 
     def follow(
         self, say: Callable[[str], None], training: Callable[[int], Callable[[Record], None]]
@@ -271,7 +307,11 @@ class Service:
         while True:
             self.mend(say)
             status = Status.load(self.folder)
-            if status and status.state == "waiting" and status.text != shown:
+            if (
+                status
+                and status.state in ("waiting", "training")
+                and status.text not in ("", shown)
+            ):
                 shown = status.text
                 say(shown)
             if status and status.state in ("training", "finished"):
@@ -340,10 +380,17 @@ def opened(folder: Path, address: Address) -> Iterator[Service]:
     front = OpenGate(gate, address.host, address.port, certificate)
     try:
         with link:
-            for public_key in () if keys is None else keys.device_public_keys:
+            if address.superlink is not None and not link.is_up:
+                raise ConfigError(
+                    f"--superlink {address.superlink} was asked for; it does not answer. A "
+                    "SuperLink has to run there on the server, or `fedquilt serve` starts one "
+                    "without --superlink."
+                )
+            public_keys = [] if keys is None else keys.device_public_keys
+            for public_key in public_keys:
                 link.register(public_key)
             with front:
-                yield Service(folder, link, front)
+                yield Service(folder, link, front, keys, {*public_keys})
     finally:
         front.close()
 

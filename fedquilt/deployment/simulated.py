@@ -39,6 +39,7 @@ class KeyedNode:
     node_id: int
     public_key: bytes
     status: str
+    last_activated_at: str = ""  # When it connected last. Empty: it always was
 
 
 @dataclass
@@ -60,7 +61,12 @@ class KeyedGrid:
             self._learn(nodes)
             keys = dict(self._keys)
         return [
-            KeyedNode(node.node_id, keys[node.node_id], node.status)
+            KeyedNode(
+                node.node_id,
+                keys[node.node_id],
+                node.status,
+                getattr(node, "last_activated_at", ""),
+            )
             for node in nodes
             if node.node_id in keys
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedquilt.fleets.budgets import Budgets
+from fedquilt.fleets.changes import Change
 from fedquilt.fleets.from_csv import FromCsv
 from fedquilt.fleets.presets import (
     FIVE_SHARES,
@@ -26,6 +27,7 @@ __all__ = [
     "FLEETS",
     "Budgets",
     "ByNet",
+    "Change",
     "Clusters",
     "FlopLimited",
     "FromCsv",

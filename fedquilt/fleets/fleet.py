@@ -20,6 +20,7 @@ from fedquilt.fleets.budgets import (
     in_portions,
     in_turn,
 )
+from fedquilt.fleets.changes import Change, changed_in, cohort_size
 from fedquilt.fleets.presets import FIVE_SHARES, FLEETS, Given, Uniform
 from fedquilt.names import known
 from fedquilt.terms import Budget, Client
@@ -36,6 +37,9 @@ class Fleet(Readable):
     `Fleet.of` makes a fleet from shares or budgets, and `Fleet.mixed` from portions of the clients.
     A fleet of any size is stored as two arrays, so that millions of clients take little memory.
 
+    Clients may join later, and budgets may change (`changed`). Then every fact is a function of the
+    round: `at` returns the fleet of a round, and all attributes are those of the last one.
+
     Attributes:
         kinds: Different budgets, in the order in which clients have them. Unused budgets are left
             out.
@@ -43,6 +47,8 @@ class Fleet(Readable):
         cohort: Number of clients that take part in a round.
         dynamic: True: in every round, each client has the budget of a random client.
         presence: Rounds in which clients are available. None: always.
+        since: First round of this fleet, from 0. 0: it has been the same from the beginning.
+        before: Fleet of the rounds before `since`. None: there are no such rounds.
 
     Example:
         >>> import fedquilt as fq
@@ -58,6 +64,8 @@ class Fleet(Readable):
     cohort: int
     dynamic: bool = False
     presence: Presence | None = None
+    since: int = 0
+    before: Fleet | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.cohort <= self.num_clients:
@@ -85,6 +93,8 @@ class Fleet(Readable):
             notes.append("In every round, each client has the budget of a random client.")
         if self.presence is not None:
             notes.append(f"Clients come and go by {self.presence.name}.")
+        if self.before is not None:
+            notes.append(f"Clients or budgets changed before round {self.since + 1}.")
         return Overview(title, ("budget", "clients"), rows, notes)
 
     @staticmethod
@@ -148,21 +158,23 @@ class Fleet(Readable):
         Raises:
             ConfigError: The availability is a class of the user's, which no settings file can hold.
         """
-        if "_made_from" not in vars(self):
+        first = self.at(0)
+        if "_made_from" not in vars(first):
             return None
-        budgets, availability, seed = vars(self)["_made_from"]
+        budgets, availability, seed = vars(first)["_made_from"]
         if not isinstance(availability, Trace | Diurnal | None):
             raise ConfigError(
                 f"clients come and go by {type(availability).__name__}; files have Trace and "
                 "Diurnal."
             )
         return Devices(
-            self.num_clients,
-            self.cohort,
+            first.num_clients,
+            vars(self).get("_cohort", self.cohort),
             _plainly(budgets),
             self.dynamic,
             availability or "",
             int(seed),
+            vars(self).get("_changes", ()),
         )
 
     def _remembering(self, budgets: Budgets, availability: Availability | None, seed: int) -> Fleet:
@@ -173,6 +185,53 @@ class Fleet(Readable):
         """
         vars(self)["_made_from"] = budgets, availability, seed
         return self
+
+    def changed(self, changes: Sequence[Change], cohort: int | float | None = None) -> Fleet:
+        """Return this fleet with clients that join, or with other budgets, from given rounds on.
+
+        Earlier rounds stay as they are, with the same cohorts and budgets.
+
+        Args:
+            changes: Changes in any order. Clients that join have the next numbers in the order of
+                their rounds. Empty: this fleet is returned.
+            cohort: Clients per round: a number (int), or a part of all clients of the round (float
+                in (0, 1]). None: the number of this fleet.
+
+        Raises:
+            ConfigError: A number is left out, a change is older than earlier ones, or it is not
+                known when clients that join are available.
+
+        Example:
+            >>> import fedquilt as fq
+            >>> fleet = fq.Fleet.of([1.0, 0.5], num_clients=2, cohort=1.0)
+            >>> later = fq.fleets.Change(round=3, client=2, budget=fq.Budget(share=0.25))
+            >>> fleet = fleet.changed([later], cohort=1.0)
+            >>> [len(fleet.draw_cohort(round, seed=0)) for round in (2, 3)]
+            [2, 3]
+        """
+        cohort = self.cohort if cohort is None else cohort
+        fleet = self
+        for round in sorted({change.round for change in changes}):
+            budgets = {change.client: change.budget for change in changes if change.round == round}
+            fleet = changed_in(fleet, round, budgets, cohort)
+        if changes:
+            vars(fleet)["_changes"] = (*vars(self).get("_changes", ()), *changes)
+            vars(fleet)["_cohort"] = cohort
+        return fleet
+
+    def at(self, round: int) -> Fleet:
+        """Return the fleet as it is in a round, from 0. It is this one unless it changed later."""
+        fleet = self
+        while fleet.before is not None and round < fleet.since:
+            fleet = fleet.before
+        return fleet
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """Return the first round of every client that joined later, in ascending order."""
+        if self.before is None:
+            return ()
+        return self.before.joined + (self.since,) * (self.num_clients - self.before.num_clients)
 
     @property
     def num_clients(self) -> int:
@@ -203,9 +262,10 @@ class Fleet(Readable):
             round: Round, from 0. It has no effect unless budgets are dynamic.
             seed: Random seed of the run. It has no effect unless budgets are dynamic.
         """
+        fleet = self.at(round)
         if self.dynamic:
-            client = noise.key(seed, noise.Stream.DYNAMIC_BUDGET, client, round) % self.num_clients
-        return self.kinds[int(self.which[client])]
+            client = noise.key(seed, noise.Stream.DYNAMIC_BUDGET, client, round) % fleet.num_clients
+        return fleet.kinds[int(fleet.which[client])]
 
     def check(self, rounds: int) -> None:
         """Raise a ConfigError if the run has rounds after the last one with an available client.
@@ -240,6 +300,10 @@ class Fleet(Readable):
         Raises:
             ConfigError: A client that can be reached is not in the fleet.
         """
+        return self.at(round)._draw(round, seed, online, attempt)
+
+    def _draw(self, round: int, seed: int, online: Sequence[int] | None, attempt: int) -> list[int]:
+        """Draw the clients of one round from this fleet. Arguments are those of `draw_cohort`."""
         words = (round, attempt) if attempt else (round,)
         key = noise.key(seed, noise.Stream.COHORT, *words)
         if online is not None:
@@ -270,11 +334,16 @@ class Fleet(Readable):
             size: Number of its training samples.
             place: Position of the client in the cohort of the round.
         """
+        turn = self.at(round)._num_drawn(round) + place
+        return Client(id, self.budget(id, round, seed), size, turn)
+
+    def _num_drawn(self, round: int) -> int:
+        """Return the number of clients that were drawn in all rounds before a round."""
+        earlier = 0 if self.before is None else self.before._num_drawn(self.since)
         if self.presence is None:
-            num_earlier = round * self.cohort
-        else:
-            num_earlier = self.presence.before(round, self.cohort)
-        return Client(id, self.budget(id, round, seed), size, num_earlier + place)
+            return earlier + (round - self.since) * self.cohort
+        before = self.presence.before
+        return earlier + before(round, self.cohort) - before(self.since, self.cohort)
 
 
 @dataclass(frozen=True)
@@ -289,6 +358,8 @@ class Devices:
     # CSV file or daily pattern with the availability of clients. Empty: all are always available.
     availability: Trace | Diurnal | str = ""
     seed: int | None = None  # Random seed of budgets and availability. None: that of the run.
+    # Clients that join later, and budgets that change. `clients` is then the number in round 0.
+    changes: tuple[Change, ...] = ()
 
     def __post_init__(self) -> None:
         bounds = {"cohort": "(0, 1]" if isinstance(self.cohort, float) else "[1, inf)"}
@@ -306,7 +377,16 @@ class Devices:
             and missing(self.availability)
         ):
             problems["availability"] = missing(self.availability)
+        if self.changes and self.clients is None:
+            problems["changes"] = "they need `clients`, the number of clients in round 0."
         refuse(self, problems)
+
+    @property
+    def total(self) -> int | None:
+        """Return the number of clients that ever take part. None: the data decides."""
+        if self.clients is None:
+            return None
+        return max([self.clients, *(change.client + 1 for change in self.changes)])
 
     def fleet(self, num_clients: int, seed: int = 0, family: Family | None = None) -> Fleet:
         """Return the fleet of these settings for data that is partitioned over clients.
@@ -320,19 +400,21 @@ class Devices:
             ConfigError: The settings ask for more clients than the data has.
         """
         count = num_clients if self.clients is None else self.clients
-        if count > num_clients:
+        if (total := self.total or count) > num_clients:
             raise ConfigError(
-                f"{count} clients were asked for; the data is partitioned among {num_clients}."
+                f"{total} clients were asked for; the data is partitioned among {num_clients}."
             )
         seed = seed if self.seed is None else self.seed
         budgets, availability = self.budgets, self._availability()
         if isinstance(budgets, Budgets):
             budgets = budgets.for_family(family) if family is not None else budgets
-            return Fleet.of(budgets, count, self.cohort, self.dynamic, availability, seed)
+            fleet = Fleet.of(budgets, count, self.cohort, self.dynamic, availability, seed)
+            return fleet.changed(self.changes, self.cohort)
         portions: dict[float | Budget, float] = {
             _share(name): portion for name, portion in budgets.items()
         }
-        return Fleet.mixed(portions, count, self.cohort, self.dynamic, availability, seed)
+        fleet = Fleet.mixed(portions, count, self.cohort, self.dynamic, availability, seed)
+        return fleet.changed(self.changes, self.cohort)
 
     def _availability(self) -> Availability | None:
         if not isinstance(self.availability, str):
@@ -412,29 +494,12 @@ def _assigned(
     return fleet._remembering(budgets, availability, seed)
 
 
-def cohort_size(cohort: int | float, num_clients: int) -> int:
-    """Return the number of clients in a cohort.
-
-    Args:
-        cohort: A number of clients (int), or a part of all (float in (0, 1], at least one client).
-            1 is one client, and 1.0 is all clients.
-        num_clients: Number of clients in the fleet.
-    """
-    if isinstance(cohort, int | np.integer):
-        return int(cohort)
-    if not 0 < cohort <= 1:
-        raise ConfigError(
-            f"a cohort of {cohort} was asked for; write a number of clients, or a part of all in "
-            "(0, 1], such as 0.1."
-        )
-    return max(1, round(cohort * num_clients))
-
-
 __all__ = [
     "AVAILABILITY",
     "FIVE_SHARES",
     "FLEETS",
     "Budgets",
+    "Change",
     "Devices",
     "Diurnal",
     "Fleet",

@@ -140,7 +140,9 @@ class Scaffold(Method):
     def fold(self, server: Server, world: World) -> Fold:
         """Return a fold that averages the weights, and adds (c_i⁺ − c_i)/N to c.
 
-        The mean is applied with the server's learning rate.
+        The mean is applied with the server's learning rate. If clients join in this round, c is
+        multiplied by the earlier N over the new one, because it is the mean of all c_i, and those
+        of new clients are zero.
 
         Args:
             server: State before the round.
@@ -158,5 +160,8 @@ class Scaffold(Method):
         plain = frozenset(world.family.statistics)
         optimizer = self.server_optimizer if self.server_lr == 1 else ServerStep(self.server_lr)
         mean = Mean(cutter, self.weighting, optimizer, plain=plain).begin(server)
-        change = RunningSum(cutter, scale=1 / world.num_clients).begin(as_weights(server, CONTROL))
+        count = world.clients_in(server.round)
+        earlier = world.clients_in(server.round - 1)
+        change = RunningSum(cutter, scale=1 / count, old_scale=earlier / count)
+        change = change.begin(as_weights(server, CONTROL))
         return Stateful(mean, {CONTROL: change})

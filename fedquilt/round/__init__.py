@@ -81,7 +81,7 @@ def run_round(
     Args:
         federation: World, method and link.
         server: State that the round starts from.
-        fleet: Clients, their budgets and their sampling.
+        fleet: Clients, their budgets and their sampling, in every round.
         engine: Engine that trains and tests clients.
         rounds: Number of rounds of the run. The last one is always evaluated.
         evaluation: Settings of the evaluation.
@@ -93,6 +93,7 @@ def run_round(
     began = time.perf_counter()
     world = federation.world
     method = federation.method
+    fleet = fleet.at(server.round)
 
     for attempt in range(MAX_ATTEMPTS):
         # Draw the cohort, and plan what each client trains.

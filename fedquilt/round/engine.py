@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fedquilt.terms import ClientState, Job, Server, Submodel, Weights
+from fedquilt.errors import BudgetError
+from fedquilt.terms import Budget, ClientState, Job, Server, Submodel, Weights
 
 if TYPE_CHECKING:
     from fedquilt.fleets.fleet import Fleet
@@ -41,6 +42,34 @@ class Spent(NamedTuple):
 
 
 @dataclass(frozen=True)
+class RosterChange:
+    """A device that takes part with a new budget or other samples from a round on."""
+
+    client: int  # Number of its client
+    budget: Budget
+    size: int  # Training samples
+    is_new: bool  # True: it joined in this round. False: it returned with other facts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the change as values that JSON can hold."""
+        budget, size = self.budget.bounds, self.size
+        return {"client": self.client, "budget": budget, "size": size, "joined": self.is_new}
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> RosterChange:
+        """Return the change that `to_dict` wrote.
+
+        Raises:
+            ValueError: The budget is none.
+        """
+        try:
+            budget = Budget(**plain["budget"])
+        except BudgetError as error:
+            raise ValueError(str(error)) from error
+        return RosterChange(int(plain["client"]), budget, int(plain["size"]), bool(plain["joined"]))
+
+
+@dataclass(frozen=True)
 class Attendance:
     """Devices that were asked in a round of a deployment, and the fate of their replies."""
 
@@ -53,6 +82,9 @@ class Attendance:
     wire_up: int = 0  # Bytes of all replies, with notes and headers
     # Clients whose reply came after the deadline, or not before the round closed, and the reason
     late: Mapping[int, str] = field(default_factory=dict)
+    arrivals: tuple[
+        RosterChange, ...
+    ] = ()  # Devices that joined or have other facts from this round on
 
     @property
     def replied(self) -> tuple[int, ...]:
@@ -73,12 +105,17 @@ class Attendance:
             name: {str(client): reason for client, reason in getattr(self, name).items()}
             for name in FATES
         }
-        lists = {"asked": list(self.asked), "anew": list(self.anew)}
+        lists: dict[str, Any] = {"asked": list(self.asked), "anew": list(self.anew)}
+        if self.arrivals:
+            lists["arrivals"] = [arrival.to_dict() for arrival in self.arrivals]
         return {**lists, **reasons, "wire_down": self.wire_down, "wire_up": self.wire_up}
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> Attendance:
-        """Return the attendance that `to_dict` wrote. Earlier versions wrote no `late`."""
+        """Return the attendance that `to_dict` wrote.
+
+        Earlier versions wrote no `late`. Rounds without arrivals have no `arrivals`.
+        """
         missing, failed, refused, late = (
             {int(client): str(reason) for client, reason in plain.get(name, {}).items()}
             for name in FATES
@@ -92,6 +129,7 @@ class Attendance:
             int(plain["wire_down"]),
             int(plain["wire_up"]),
             late,
+            tuple(map(RosterChange.from_dict, plain.get("arrivals", ()))),
         )
 
 
@@ -178,6 +216,9 @@ class Engine(ABC):
     # True: `Server.memory` has the weights that clients keep. False: they are on devices, which add
     # them to the tests that need them.
     has_client_states: ClassVar[bool] = True
+    # True: clients join and change their budgets while a run goes on. Then fleet and partition are
+    # state of the run, and may be others when it is resumed.
+    has_roster: ClassVar[bool] = False
 
     @abstractmethod
     def train(

@@ -33,6 +33,12 @@ class World:
     public: Tensor | None = None  # (sample, …) Inputs without targets that all have. None: none.
     task: Task = Classification()  # Loss, metrics and what targets are.
     num_clients: int = 0  # Clients of the fleet. 0: unknown, as on a machine without a fleet.
+    # First round of every client that joined later, from 0. Empty: all were there from round 0.
+    joined: tuple[int, ...] = ()
+
+    def clients_in(self, round: int) -> int:
+        """Return the number of clients of the fleet in a round, from 0."""
+        return self.num_clients - sum(first > round for first in self.joined)
 
     @property
     def dtype(self) -> torch.dtype:

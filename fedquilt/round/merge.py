@@ -282,18 +282,21 @@ class Mean(Fold):
 
 @dataclass
 class RunningSum(Mean):
-    """Old value plus the scaled sum of the values that clients sent, at each position.
+    """Scaled old value plus the scaled sum of the values that clients sent, at each position.
 
-    Positions that no client held keep their value.
+    Positions that no client held keep their scaled old value.
     """
 
     scale: float = 1.0  # Factor of the sum
+    old_scale: float = 1.0  # Factor of the old value. 1: it stays
 
     @override
     def finish(self, server: Server) -> Merged:
         weights = dict(server.weights)
+        if self.old_scale != 1:
+            weights = {name: self.old_scale * value for name, value in weights.items()}
         for piece, sums in self._sums.items():
-            new = sums.same(sums.read(server.weights, piece.scope) + self.scale * sums.vector)
+            new = sums.same(sums.read(weights, piece.scope) + self.scale * sums.vector)
             weights |= {piece.scope + name: part for name, part in new.parts.items()}
         return Merged(weights, server.slots, server.extras)
 

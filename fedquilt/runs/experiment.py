@@ -146,7 +146,7 @@ class Experiment:
             ENGINES[self.engine.name].check()
         for tracker in self.trackers:
             tracker.check()
-        data, partition = partitioned or self.data.federate(self.fleet.clients, self.seed)
+        data, partition = partitioned or self.data.federate(self.fleet.total, self.seed)
         model = self.model or Model.usual(data)
         family, fleet = self._family_and_fleet(data, family)
         # Moved once, because the engines of all compared methods share it.
@@ -235,7 +235,7 @@ class Experiment:
             model=ground.model,
             task=run.world.task,
             data=replace(self.data, partition=ground.partition),
-            fleet=replace(self.fleet, clients=run.fleet.num_clients),
+            fleet=replace(self.fleet, clients=run.fleet.at(0).num_clients),
             engine=replace(
                 self.engine,
                 name=next(name for name, kind in ENGINES.items() if kind is type(run.engine)),

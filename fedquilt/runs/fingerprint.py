@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Bytes of a tensor that are hashed. Of a larger tensor, evenly spaced rows are hashed.
 MAX_HASHED_BYTES = 64 << 20
+ROSTER = "roster"  # Entry `fleet` of a run whose clients join and change while it goes on
+_PARTITION = ("data.parts", "data.test_parts", "data.validation_parts")
 MAX_COMPARED_VALUES = 16  # Largest length of a sequence whose values are compared one by one
 
 
@@ -42,16 +44,18 @@ def fingerprint(run: Run) -> dict[str, Any]:
 def leaves_of(run: Run) -> list[Leaf]:
     """Return the leaves of all parts of a run that must not change when it is resumed.
 
-    The number of rounds is not among them.
+    The number of rounds is not among them. If the clients are those of a roster, neither are the
+    fleet and the partition of the data.
     """
     world = run.world
+    has_roster = run.engine.has_roster
     parts = {
         "method": run.method,
         "model": world.family.layout,
         "initial": [*world.family.init(world.seed).values()],
         "constants": world.family.constants,
         "data": run.data,
-        "fleet": run.fleet,
+        "fleet": ROSTER if has_roster else run.fleet,
         "engine": type(run.engine).__name__,
         "link": run.link,
         "seed": world.seed,
@@ -61,7 +65,13 @@ def leaves_of(run: Run) -> list[Leaf]:
         **({} if world.task in (Classification(), NextToken()) else {"task": world.task}),
         **evaluated_on(run),
     }
-    return [leaf for name, value in parts.items() for leaf in _leaves(name, value)]
+    leaves = [leaf for name, value in parts.items() for leaf in _leaves(name, value)]
+    return [leaf for leaf in leaves if not (has_roster and is_of_partition(leaf.name))]
+
+
+def is_of_partition(name: str) -> bool:
+    """Return True if an entry of a fingerprint says which client has which samples."""
+    return name.startswith(_PARTITION)
 
 
 def evaluated_on(run: Run) -> dict[str, str]:

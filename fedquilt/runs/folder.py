@@ -232,8 +232,18 @@ class Folder:
                 "%s still has rounds = %d: it was edited.", self.path / "config.toml", planned
             )
             return
+        self.rewrite(longer)
+
+    def rewrite(self, config: str) -> None:
+        """Replace config.toml by settings of the same run with another fleet.
+
+        Args:
+            config: Text of config.toml.
+        """
+        if config == self.config:
+            return
         try:
-            write(self.path / "config.toml", [longer.encode()])
+            write(self.path / "config.toml", [config.encode()])
         except OSError as error:
             raise RecordError(
                 f"{self.path}/config.toml could not be written: {why(error)}."

@@ -65,7 +65,7 @@ def load_run(path: str | Path, device: str = "cpu", trust: bool = False) -> Run:
     partitioned: tuple[FederatedData, Partition | None] | None = None
     if not absent:
         try:
-            partitioned = experiment.data.federate(experiment.fleet.clients, experiment.seed)
+            partitioned = experiment.data.federate(experiment.fleet.total, experiment.seed)
         except FedquiltError as error:
             absent = str(error)
         else:
@@ -73,7 +73,7 @@ def load_run(path: str | Path, device: str = "cpu", trust: bool = False) -> Run:
     if partitioned is None:
         if "sample" not in manifest.about:  # Earlier versions did not write it.
             raise ConfigError(f"{request}; its data is not available: {absent}")
-        num_clients = experiment.fleet.clients or DEFAULT_CLIENTS
+        num_clients = experiment.fleet.total or DEFAULT_CLIENTS
         stand_in = _stand_in(manifest.about["sample"], num_clients, experiment.data.name)
         partitioned = stand_in, None
     run = experiment.prepare(experiment.ground(partitioned))

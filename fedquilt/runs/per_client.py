@@ -290,9 +290,9 @@ def ever_trained(run: Run) -> dict[str, float]:
     are in the records.
     """
     cuts_by_domain: dict[str, dict[_Cut, None]] = {}
-    late = _late(run)
+    absent = _late(run) | _absent(run)
     for job in planned_jobs(run):
-        if (job.round, job.client.id) in late:
+        if (job.round, job.client.id) in absent:
             continue
         received = ((submodel, job.submodel.unrestricted) for submodel in arrived(run, job))
         cuts_by_domain.setdefault(domain_of(run, job.client.id), {}).update(dict.fromkeys(received))
@@ -310,16 +310,32 @@ def _late(run: Run) -> set[tuple[int, int]]:
     return {(record.round - 1, id) for record in run.records for id in record.late or ()}
 
 
+def _absent(run: Run) -> set[tuple[int, int]]:
+    """Return all pairs of a round, counted from 0, and a device whose reply was not used in it."""
+    return {
+        (record.round - 1, id)
+        for record in run.records
+        if record.attendance is not None
+        for id in record.attendance.absent
+    }
+
+
 def planned_jobs(run: Run) -> Iterator[Job]:
     """Yield the training jobs of every client of every cohort in the rounds so far.
 
-    They are computed again from the random seed. Clients whose updates were lost or late are
-    included.
+    They are computed again from the random seed, except that the devices of a deployment are those
+    that were asked. Clients whose updates were lost or late are included.
     """
     fleet, world = run.fleet, run.world
+    attendances = {record.round - 1: record.attendance for record in run.records}
     for round in range(run.server.round):
         server = replace(run.server, round=round)
-        for position, id in enumerate(fleet.draw_cohort(round, world.seed)):
+        attendance = attendances.get(round)
+        if attendance is None:
+            cohort = fleet.draw_cohort(round, world.seed)
+        else:
+            cohort = sorted(attendance.asked)
+        for position, id in enumerate(cohort):
             client = fleet.client(id, round, world.seed, run.data.size(id), position)
             for submodel in run.method.plan(server, client, world):
                 yield Job(client, submodel, round)

@@ -108,7 +108,7 @@ def prepare(  # noqa: PLR0913
     _warn_of_outputs(task, family, data)
 
     public = simulation.data.public_samples
-    world = World(family, seed, simulation.precision, public, task, fleet.num_clients)
+    world = World(family, seed, simulation.precision, public, task, fleet.num_clients, fleet.joined)
     federation = Federation(world, method, link)
     link.check_codec(world, simulation.device)
     server = placed(_initial_server(federation), simulation.device)

@@ -12,7 +12,7 @@ from fedquilt.runs.about import problem_in_about, problem_in_weights
 from fedquilt.runs.best import Best
 from fedquilt.runs.checkpoint import Checkpoints, Manifest
 from fedquilt.runs.client_states import ClientStates
-from fedquilt.runs.fingerprint import check_same_run, leaves_of
+from fedquilt.runs.fingerprint import ROSTER, check_same_run, is_of_partition, leaves_of
 from fedquilt.runs.folder_files import check_folder, log_until, read_log, warn_of_missing_rounds
 from fedquilt.terms import Server
 
@@ -121,6 +121,8 @@ def state_after(path: Path, round: int, run: Run) -> Server:
 def _check_deployable(manifest: Manifest, run: Run, request: str) -> None:
     """Refuse a state of another method, model or data. Missing data is not compared.
 
+    Neither is the partition of data whose clients were those of a roster.
+
     Args:
         manifest: Manifest of the state's checkpoint.
         run: Run that the state is put into.
@@ -132,9 +134,11 @@ def _check_deployable(manifest: Manifest, run: Run, request: str) -> None:
     parts = ["method", "model", "constants"]
     if not run.absent:
         parts.append("data")
+    has_roster = manifest.about["run"].get("fleet") == ROSTER
 
     def is_compared(name: str) -> bool:
-        return re.split(r"[.\[]", name)[0] in parts
+        is_state = has_roster and is_of_partition(name)
+        return re.split(r"[.\[]", name)[0] in parts and not is_state
 
     saved = {name: value for name, value in manifest.about["run"].items() if is_compared(name)}
     run_leaves = [leaf for leaf in leaves_of(run) if is_compared(leaf.name)]

@@ -1,7 +1,8 @@
 """Devices whose replies get lost, come twice or belong to earlier rounds, and servers that die.
 
 Every schedule of faults ends with the weights and device states of a sequential run in which the
-same clients are absent in the same rounds, reconstructed from the records of the server alone.
+same clients are absent in the same rounds, reconstructed from the records of the server alone. In
+some schedules devices join later, or return with other budgets.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import pytest
 import fedquilt as fq
 from fedquilt.deployment.device import Device
 from fedquilt.deployment.in_process import InProcess
-from fedquilt.deployment.replay import Replay, attendances_of
+from fedquilt.deployment.replay import Replay, attendances_of, changes_of
 from fedquilt.deployment.terms import Terms
 from fedquilt.engines.flower.courier import CourierReply
+from fedquilt.fleets import Change
 from fedquilt.methods import FedAvg, FedBN, FedRolex, Scaffold, SplitMix
+from fedquilt.round.engine import RosterChange
 from fedquilt.round.wire import Message
 from tests.conftest import with_local
 from tests.deployed import (
@@ -51,6 +54,47 @@ class ServerDiedError(Exception):
     """The server process ended before it had saved the round."""
 
 
+@dataclass(frozen=True)
+class Population:
+    """Clients of a schedule: how many there are in round 0, and what changes later."""
+
+    first: int
+    changes: tuple[Change, ...]
+
+    @staticmethod
+    def drawn(dice: random.Random) -> Population:
+        """Draw the rounds in which devices join or return with other budgets."""
+        first = dice.choice([2, 3, CLIENTS, CLIENTS])
+        rounds = sorted(dice.choices(range(1, ROUNDS), k=CLIENTS - first))
+        joins = [
+            Change(round, client, fq.Budget(share=dice.choice(SHARES)))
+            for client, round in enumerate(rounds, first)
+        ]
+        since = dict.fromkeys(range(first), 0) | {join.client: join.round for join in joins}
+        others = []
+        for _ in range(dice.choice([0, 0, 1, 3])):
+            client = dice.randrange(CLIENTS)
+            if since[client] + 1 < ROUNDS:
+                round = dice.randrange(since[client] + 1, ROUNDS)
+                others.append(Change(round, client, fq.Budget(share=dice.choice(SHARES))))
+        return Population(first, (*joins, *others))
+
+    def fleet(self, round: int) -> fq.Fleet:
+        """Return the fleet that a server knows before a round, from 0."""
+        fleet = fq.Fleet.of(SHARES, self.first, 1.0)
+        return fleet.changed([change for change in self.changes if change.round <= round], 1.0)
+
+    def arrivals(self) -> dict[int, list[RosterChange]]:
+        """Return what records list, by round from 0."""
+        arrivals: dict[int, list[RosterChange]] = {}
+        known = set(range(self.first))
+        for change in self.changes:
+            arrival = RosterChange(change.client, change.budget, 0, change.client not in known)
+            known.add(change.client)
+            arrivals.setdefault(change.round, []).append(arrival)
+        return arrivals
+
+
 @dataclass
 class Faulty(InProcess):
     """Courier whose replies are lost, doubled, stale, damaged or out of order, by a seed."""
@@ -62,6 +106,11 @@ class Faulty(InProcess):
     asked: list[str] = field(default_factory=list)  # Digests of requests that reached a device
     forgot: set[int] = field(default_factory=set)  # Clients that ever lost their state
     num_forgotten: int = 0  # How often that happened
+    known: int = CLIENTS  # Clients that have joined so far
+
+    def online(self) -> list[int]:
+        """Return the clients that have joined."""
+        return list(range(self.known))
 
     def exchange(self, requests: Mapping[int, Message], deadline: float) -> Iterator[CourierReply]:
         deliveries: list[CourierReply] = []
@@ -139,36 +188,35 @@ def run_schedule(seed: int, family, data, play, tmp_path) -> tuple[fq.Run, fq.Ru
         method = method.with_local(keep_optimizer=True)
     options = {"shares": SHARES, "link": link, "evaluation": fq.Evaluation(every=0)}
     start = play(method, family, data, rounds=1, **options)
-
     courier = Faulty(devices_of(family, data, tmp_path / str(seed)), dice=dice)
-    engine = deployed(start, family, data, courier)
-    fleet = fq.Fleet.of(SHARES, CLIENTS, CLIENTS)
-    run = fq.prepare(
-        method,
-        family,
-        data,
-        fleet,
-        engine,
-        evaluation=fq.Evaluation(every=0),
-        link=link,
-        precision="fp64",
-    )
+    population = Population.drawn(dice)
+    engine = deployed(start, family, data, courier, arrivals=population.arrivals())
+    settings = {
+        "evaluation": fq.Evaluation(every=0),
+        "link": link,
+        "precision": "fp64",
+    }
+    run = fq.prepare(method, family, data, population.fleet(0), engine, **settings)
     while run.server.round < ROUNDS:
+        # Devices that have joined or changed are in the fleet from the next round on. The run is
+        # prepared again, as a server does.
+        fleet = population.fleet(run.server.round)
+        courier.known = fleet.num_clients
+        if fleet.num_clients != run.fleet.num_clients or fleet.since != run.fleet.since:
+            grown = fq.prepare(method, family, data, fleet, engine, **settings)
+            grown.server, grown.records = run.server, run.records
+            run = grown
+        next_change = min(
+            [change.round for change in population.changes if change.round > run.server.round],
+            default=ROUNDS,
+        )
         try:
-            run.train(ROUNDS)
+            run.train(next_change)
         except ServerDiedError:
             continue
     replay = Replay(data, precision="fp64", attendances=attendances_of(run.records))
-    truth = fq.prepare(
-        method,
-        family,
-        data,
-        fleet,
-        replay,
-        evaluation=fq.Evaluation(every=0),
-        link=link,
-        precision="fp64",
-    )
+    fleet = fq.Fleet.of(SHARES, population.first, 1.0).changed(changes_of(run.records), 1.0)
+    truth = fq.prepare(method, family, data, fleet, replay, **settings)
     truth.train(ROUNDS)
     return truth, run, courier
 

@@ -34,7 +34,7 @@ from fedquilt.round.device import (
     initial_positions,
     with_installed,
 )
-from fedquilt.round.engine import FATES, Engine, Outcome
+from fedquilt.round.engine import FATES, Engine, Outcome, RosterChange
 from fedquilt.round.federation import Federation
 from fedquilt.round.fold import Fold
 from fedquilt.round.link import Transmission
@@ -77,6 +77,8 @@ class Flower(Sequential):
         max_held_bytes: Bytes of accepted replies that stay in memory. More are in a temporary file.
         spill_folder: Folder of this file. None: that of the system.
         server_samples: Samples that the server has for itself.
+        arrivals: Devices that join or have another budget or other samples, by the first round in
+            which they do, from 0. The records list them.
     """
 
     courier: Courier | None = None
@@ -90,6 +92,7 @@ class Flower(Sequential):
     max_held_bytes: int = MAX_HELD_BYTES
     spill_folder: Path | None = None
     server_samples: ServerSamples = ServerSamples()
+    arrivals: Mapping[int, Sequence[RosterChange]] = field(default_factory=dict)
 
     has_client_states: ClassVar[bool] = False
 
@@ -135,7 +138,9 @@ class Flower(Sequential):
         """
         replied = {client for client in asked if client in exchange.accepted}
         _forget(server, exchange.anew & replied, outcome)
-        attendance = outcome.attendance = exchange.attendance(asked)
+        arrivals = tuple(self.arrivals.get(server.round, ()))
+        attendance = replace(exchange.attendance(asked), arrivals=arrivals)
+        outcome.attendance = attendance
         for fate in FATES:
             outcome.missing |= getattr(attendance, fate)
         for client in asked:
@@ -206,7 +211,7 @@ class Flower(Sequential):
             seed=world.seed,
             precision=self.precision,
             fingerprint=world.family.layout.fingerprint,
-            num_clients=world.num_clients,
+            num_clients=world.clients_in(server.round),
             base=base,
             deadline=self.deadline,
             columns=tuple(columns),

@@ -205,7 +205,7 @@ class EvalExchange:
             seed=world.seed,
             precision=world.precision,
             fingerprint=world.family.layout.fingerprint,
-            num_clients=world.num_clients,
+            num_clients=world.clients_in(server.round),
             batch_size=batch_size,
             base=max((state.round for state in states if state), default=-1),
             deadline=self.flower.deadline,

@@ -147,5 +147,12 @@ class Exchange:
             fates[name][client] = getattr(self, name).get(client, lost)
         anew = tuple(sorted(client for client in self.anew if client in self.accepted))
         return Attendance(
-            tuple(asked), anew=anew, wire_down=self.wire_down, wire_up=self.wire_up, **fates
+            tuple(asked),
+            fates["missing"],
+            fates["failed"],
+            fates["refused"],
+            anew,
+            self.wire_down,
+            self.wire_up,
+            fates["late"],
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import stat
 import subprocess
 
@@ -124,3 +125,20 @@ def test_a_key_on_another_curve_is_refused(tmp_path):
     path.chmod(0o600)
     with pytest.raises(ConfigError, match="P-384"):
         check_device_key(path)
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [(None, "flwr is not installed"), ("1.40.0", "flwr 1.40.0 is installed, and 1.41 or 1.42")],
+)
+def test_flwr_that_is_missing_or_of_another_version_is_refused(
+    found, reason, tmp_path, monkeypatch
+):
+    def version(name: str) -> str:
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(ConfigError, match=reason):
+        make_keys(tmp_path, 1)

@@ -9,6 +9,7 @@ import pytest
 
 from fedquilt.deployment.roster import Roster
 from fedquilt.errors import ConfigError, FormatError, RecordError
+from fedquilt.fleets.fleet import Devices
 from fedquilt.terms import Budget
 
 KEYS = [f"ecdsa-sha2-nistp384 AAAA{letter}" for letter in "abc"]
@@ -54,10 +55,49 @@ def test_a_device_that_was_struck_off_cannot_return_and_its_number_is_not_used_a
         roster.strike_off(9)
 
 
+def test_the_fleet_of_every_round_follows_from_the_roster():
+    roster = roster_of_three()
+    roster.enrol(KEYS[1], "device 1", Budget(share=0.25), 11, round=2)
+    roster.enrol("ecdsa-sha2-nistp384 AAAAd", "new", Budget(macs=1000), 7, round=4)
+    roster.enrol(KEYS[0], "device 0", Budget(share=1.0), 99, round=4)
+    roster.enrol(KEYS[1], "device 1", Budget(share=0.5), 12, round=4)
+    roster.enrol(KEYS[1], "device 1", Budget(share=0.75), 12, round=4)  # Before round 5 counted
+
+    settings = roster.devices(Devices(cohort=1.0))
+    fleet = settings.fleet(4)
+    assert (settings.clients, settings.total, fleet.joined) == (3, 4, (4,))
+    assert [fleet.budget(1, round, 0).share for round in (0, 1, 2, 3, 4, 9)] == [
+        *(0.5, 0.5, 0.25, 0.25, 0.75, 0.75)
+    ]
+    assert fleet.budget(3, 4, 0) == Budget(macs=1000)
+    assert [len(fleet.draw_cohort(round, 0)) for round in (0, 3, 4)] == [3, 3, 4]
+    arrivals = roster.arrivals()
+    assert [(a.client, a.size, a.is_new) for a in arrivals[2]] == [(1, 11, False)]
+    assert [(a.client, a.size, a.is_new) for a in arrivals[4]] == [
+        (0, 99, False),
+        (1, 12, False),
+        (3, 7, True),
+    ]
+
+
+def test_clients_are_numbered_in_the_order_in_which_they_join():
+    roster = roster_of_three()
+    roster.enrol("ecdsa-sha2-nistp384 AAAAd", "fourth", Budget(share=1.0), 5, round=6)
+    # A damaged checkpoint has set the run back to round 3.
+    fifth = roster.enrol("ecdsa-sha2-nistp384 AAAAe", "fifth", Budget(share=1.0), 5, round=3)
+    fourth = roster.enrol("ecdsa-sha2-nistp384 AAAAd", "fourth", Budget(share=0.5), 5, round=3)
+    assert (fourth.first_round, fifth.first_round) == (6, 6)
+    assert roster.devices(Devices()).fleet(5).joined == (6, 6)
+
+
 def changed(**values: object) -> bytes:
-    plain = {"version": 1, "devices": [entry.to_dict() for entry in roster_of_three()]}
+    plain = {"version": 2, "devices": [entry.to_dict() for entry in roster_of_three()]}
     plain["devices"][0] |= values
     return json.dumps(plain).encode()
+
+
+def with_facts(**values: object) -> bytes:
+    return changed(history=[{"round": 0, "budget": {"share": 1.0}, "size": 5} | values])
 
 
 @pytest.mark.parametrize(
@@ -66,11 +106,11 @@ def changed(**values: object) -> bytes:
         b"",
         b"[]",
         b"{" * 10_000,
-        pickle.dumps({"version": 1, "devices": []}),
-        b'{"version": 2, "devices": []}',
-        b'{"version": 1, "devices": {}}',
-        b'{"version": 1, "devices": [], "more": 1}',
-        b'{"version": 1, "version": 1, "devices": []}',
+        pickle.dumps({"version": 2, "devices": []}),
+        b'{"version": 3, "devices": []}',
+        b'{"version": 2, "devices": {}}',
+        b'{"version": 2, "devices": [], "more": 1}',
+        b'{"version": 2, "version": 2, "devices": []}',
         changed(client=1),
         changed(client=-1),
         changed(client=True),
@@ -81,14 +121,24 @@ def changed(**values: object) -> bytes:
         changed(name=""),
         changed(name="two\nlines"),
         changed(name="x" * 101),
-        changed(size=0),
-        changed(size=2**60),
-        changed(size=1.5),
-        changed(budget={}),
-        changed(budget={"share": 2}),
-        changed(budget={"share": float("nan")}),
-        changed(budget={"share": "1"}),
-        changed(budget={"speed": 1}),
+        changed(since=1),
+        changed(history=[]),
+        changed(history={}),
+        changed(history=[1]),
+        changed(history=[{"round": 0, "budget": {"share": 1.0}, "size": 5}] * 2),
+        with_facts(size=0),
+        with_facts(size=2**60),
+        with_facts(size=1.5),
+        with_facts(round=-1),
+        with_facts(round=2**60),
+        with_facts(round="0"),
+        with_facts(more=1),
+        with_facts(budget=1),
+        with_facts(budget={}),
+        with_facts(budget={"share": 2}),
+        with_facts(budget={"share": float("nan")}),
+        with_facts(budget={"share": "1"}),
+        with_facts(budget={"speed": 1}),
         changed(more=1),
     ],
 )
