@@ -4,9 +4,10 @@
 
 The nets are the knowledge net and the private nets that `rafl/figure2` (space resnet50) and
 `rafl/figure2-mobilenet` (space mobilenetv3) search for their limits. ResNets have the stem of
-ImageNet. All nets have 10 classes and take images of 32×32. They take turns. Prints the median ms
-of a batch for each net, and the medians of its ratios to both ResNets in the same turn. Weights are
-untrained, because nothing here depends on them.
+ImageNet. All nets have 10 classes and take images of 32×32. They take turns. Prints the costs and
+the number of convolutions and linear layers of each net, the median ms of a batch, and the medians
+of its ratios to both ResNets in the same turn. Weights are untrained, because nothing here depends
+on them.
 """
 
 from __future__ import annotations
@@ -44,6 +45,12 @@ class Net:
     module: nn.Module
     macs: int  # Multiply-adds of a sample
     params: int
+
+    @property
+    def layers(self) -> int:
+        """Return the number of convolutions and linear layers."""
+        modules = self.module.modules()
+        return sum(isinstance(module, (nn.Conv2d, nn.Linear)) for module in modules)
 
 
 @dataclass(frozen=True)
@@ -104,13 +111,13 @@ def report(nets: Mapping[str, Net], times: Mapping[str, Timed]) -> None:
     """Print a line for each net, with its ratios to the baselines."""
     width = max(map(len, nets)) + 2
     print(
-        f"{'net':<{width}}{'multiply-adds, M':>18}{'parameters':>13}{'ms':>9}"
+        f"{'net':<{width}}{'multiply-adds, M':>18}{'parameters':>13}{'layers':>8}{'ms':>9}"
         + "".join(f"{f'/ {name}':>13}" for name in BASELINES)
     )
     for name, net in nets.items():
         ratios = "".join(f"{times[name].ratio(times[other]):>13.2f}" for other in BASELINES)
         print(
-            f"{name:<{width}}{net.macs / 1e6:>18.2f}{net.params:>13,}"
+            f"{name:<{width}}{net.macs / 1e6:>18.2f}{net.params:>13,}{net.layers:>8}"
             f"{times[name].median:>9.2f}{ratios}"
         )
 

@@ -34,6 +34,7 @@ def test_a_line_for_each_net(capsys: pytest.CaptureFixture[str]) -> None:
     pool = Pool.of(images(64, *inference.SHAPE), images(32, *inference.SHAPE, seed=1))
     nets = {name: inference.baseline(model, pool) for name, model in inference.BASELINES.items()}
     assert [round(net.macs / 1e6, 1) for net in nets.values()] == [37.0, 74.8]
+    assert [net.layers for net in nets.values()] == [21, 37]
     inference.report(nets, inference.timed(nets, torch.zeros(1, *inference.SHAPE), repeats=1))
     _, first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("ResNet-18")
