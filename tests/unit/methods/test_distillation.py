@@ -4,7 +4,7 @@ predictions.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,7 +15,19 @@ from fedquilt.data import Pool
 from fedquilt.data.scale import Scale
 from fedquilt.errors import BudgetError, ConfigError, DataError, DivergenceError, TrainingError
 from fedquilt.methods import DSFL, FedAvg, FedDF, FedET
+from fedquilt.methods.api import (
+    OUTPUTS,
+    Extras,
+    FromTeacher,
+    Server,
+    TrainServer,
+    View,
+    World,
+    teaching,
+)
 from fedquilt.methods.dsfl import PREDICTIONS
+from fedquilt.round.link import BaseCodec, ChangeSpec
+from fedquilt.round.link.coding import Keys
 from fedquilt.round.training.server import ServerTraining
 from fedquilt.terms import Client, Job, Payload, Update
 
@@ -380,4 +392,91 @@ def test_outputs_of_teachers_that_are_not_finite_are_refused_without_blaming_a_c
     assert "server" in str(caught.value).split(";")[0]
     assert "client 0" not in str(caught.value)
     assert "round 1048577" not in str(caught.value)
+    assert run.server.round == 0
+
+
+# --- codecs and losses that fail ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WeightsAlone(BaseCodec):
+    """A codec that sends all values, and fails for predictions."""
+
+    failing: int = 0  # Number of values for which it fails.
+    feedback: bool = False
+    down: bool = False
+
+    def encode(self, change: Tensor, spec: ChangeSpec, keys: Keys) -> Tensor:
+        if len(change) == self.failing:
+            raise RuntimeError("only weights of nets can be coded")
+        return change.clone().view(torch.uint8)
+
+    def decode(self, message: Tensor, spec: ChangeSpec) -> Tensor:
+        return message.clone().view(spec.dtype)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_codec_that_cannot_carry_predictions_is_named(engine, perceptron, make_data):
+    data = make_data(perceptron, SIZES, public=10)
+    link = fq.Link(codec=WeightsAlone(failing=10 * 3))
+    how = {"local": LOCAL, "server_training": FEW_STEPS}
+    run = start(DSFL(coded=True, **how), perceptron, data, link=link, engine=engine)
+    message = (
+        r"client 0 .* failed in round 1 while sending: .*WeightsAlone was asked to code the extra "
+        r"'predictions' of the method, and failed: RuntimeError: only weights.*coded = False"
+    )
+    with pytest.raises(TrainingError, match=message):
+        run.train(1)
+    assert run.server.round == 0
+    plain = start(DSFL(coded=False, **how), perceptron, data, link=link, engine=engine)
+    assert plain.train(1).server.round == 1
+
+
+@dataclass(frozen=True)
+class OfEachSample(FromTeacher):
+    """A loss that is not averaged."""
+
+    def loss(self, view: View, logits: Tensor, rows: Tensor) -> Tensor:
+        return (logits - rows).square().sum(1)
+
+
+@dataclass(frozen=True)
+class OfTwoClasses(FromTeacher):
+    """A loss for another number of classes."""
+
+    def loss(self, view: View, logits: Tensor, rows: Tensor) -> Tensor:
+        return (logits[:, :2] - rows).square().mean()
+
+
+@dataclass(frozen=True)
+class OwnLoss(FedDF):
+    """FedDF with another loss."""
+
+    objective: FromTeacher = OfEachSample()
+
+    def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
+        rows, nets = outputs[OUTPUTS], self.nets(world)
+        return train(
+            server, teaching(self, nets, rows, self.objective, self.server_training, world)
+        )
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize(
+    ("objective", "reason"),
+    [
+        (OfEachSample(), r"ValueError: the loss of a batch has the shape \(2,\)\. Its loss is Of"),
+        (OfTwoClasses(), r"RuntimeError: The size of tensor .*Its loss is OfTwoClasses"),
+    ],
+)
+def test_a_loss_that_cannot_carry_predictions_is_named(
+    objective, reason, engine, perceptron, make_data
+):
+    data = make_data(perceptron, SIZES, public=10)
+    method = OwnLoss(objective=objective, local=LOCAL, server_training=FEW_STEPS)
+    run = start(method, perceptron, data, engine=engine)
+    message = f"the server's training on public samples failed in round 1: {reason}"
+    with pytest.raises(TrainingError, match=message) as caught:
+        run.train(1)
+    assert "client 0" not in str(caught.value)
     assert run.server.round == 0
