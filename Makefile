@@ -63,6 +63,7 @@ bench: $(READY)
 	$(BIN)/python bench/growth.py
 	$(BIN)/python bench/distillation.py
 	$(BIN)/python bench/supernet.py
+	$(BIN)/python bench/inference.py
 	$(BIN)/python bench/studies.py
 	$(BIN)/python bench/report.py
 	$(BIN)/python bench/flower.py

@@ -271,7 +271,7 @@ class MeasureRequest:
     def _result(self, console: Console) -> dict[str, Any]:
         from fedquilt.hardware.device import device_of
         from fedquilt.supernet import load_supernet, space_by_name
-        from fedquilt.supernet.scoring import measured_members
+        from fedquilt.supernet.scoring import accuracy_by_size, measured_members
 
         count = 32 if self.members is None else self.members
         if count < 2:
@@ -297,6 +297,7 @@ class MeasureRequest:
             "data": Path(self.data).name,
             "labels": self.labels,
             "samples": len(validation.images),
+            "accuracy_by_size": accuracy_by_size(measured),
             "members": [
                 {
                     "macs": member.costs.macs,

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from fedquilt.family import Family
 
 
-MAX_COMPARED = 256  # Samples whose mean absolute values are compared.
-# Least ratio between the mean absolute values of public and training samples, either way.
+MAX_COMPARED = 256  # Samples whose scales are compared.
+# Least ratio between the scales of public and training samples, either way.
 MIN_SCALE_RATIO = 0.1
 
 
@@ -90,26 +90,35 @@ def check_public(asked_by: str, is_needed: bool, world: World, data: FederatedDa
 def _check_scale(public: Tensor, data: FederatedData) -> None:
     """Refuse public samples that are not finite or have another scale than clients' samples.
 
-    The mean absolute values of the first `MAX_COMPARED` samples of both are compared.
+    The mean absolute values and the standard deviations of the first `MAX_COMPARED` samples of both
+    are compared. Normalised images from 0 to 1 among normalised bytes have a usual mean absolute
+    value, and a deviation near 0.
 
     Args:
         public: Public samples, as the model would see them.
         data: Samples of clients.
 
     Raises:
-        DataError: One mean is more than ten times the other, or is not finite.
+        DataError: One figure is more than ten times the other, or values are not finite.
     """
-    rows = torch.arange(min(MAX_COMPARED, len(data.targets)), device=data.targets.device)
-    client_scale, public_scale = (
-        float(values.double().abs().mean())
-        for values in (data.samples(rows), public[:MAX_COMPARED])
-    )
-    if not MIN_SCALE_RATIO * client_scale <= public_scale <= client_scale / MIN_SCALE_RATIO:
+    if not bool(public.isfinite().all()):
         raise DataError(
-            f"the public samples of {data.name} have a mean absolute value of {public_scale:.3g}, "
-            f"and its training samples one of {client_scale:.3g}. Both must have the same scale, "
-            "such as bytes, or numbers from 0 to 1."
+            f"{data.name} has public samples with values that are not finite. Samples without NaN "
+            "and infinity would work."
         )
+    rows = torch.arange(min(MAX_COMPARED, len(data.targets)), device=data.targets.device)
+    samples = data.samples(rows).double(), public[:MAX_COMPARED].double()
+    figures = {
+        "mean absolute value": [float(values.abs().mean()) for values in samples],
+        "standard deviation": [float(values.std(correction=0)) for values in samples],
+    }
+    for name, (of_clients, of_public) in figures.items():
+        if not MIN_SCALE_RATIO * of_clients <= of_public <= of_clients / MIN_SCALE_RATIO:
+            raise DataError(
+                f"the public samples of {data.name} have a {name} of {of_public:.3g}, and its "
+                f"training samples one of {of_clients:.3g}. Both must have the same scale, such as "
+                "bytes, or numbers from 0 to 1."
+            )
 
 
 def check_targets(world: World, data: FederatedData) -> None:

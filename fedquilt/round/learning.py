@@ -14,9 +14,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from fedquilt import noise
-from fedquilt.errors import DivergenceError
+from fedquilt.errors import DivergenceError, FedquiltError, TrainingError
+from fedquilt.errors.faults import is_out_of_memory
 from fedquilt.family.net import Pass
 from fedquilt.hardware.precision import computing
+from fedquilt.names import said
 from fedquilt.round.client_checks import are_finite
 from fedquilt.round.fold import Merged
 from fedquilt.round.link import PERFECT
@@ -117,14 +119,47 @@ def learn(
         nonlocal macs, steps
         if not teaching.how.steps:
             return state
-        trainer = _StudentTrainer(federation, state, teaching, engine)
-        trainer.train()
+        with _blamed(state, teaching):
+            trainer = _StudentTrainer(federation, state, teaching, engine)
+            trainer.train()
         macs += trainer.macs
         steps += trainer.steps
         return replace(state, weights={**state.weights, **compact(trainer.best)})
 
     new_server = federation.method.learn(server, merged.outputs, federation.world, train)
     return new_server, Learnt(time.perf_counter() - began, macs, steps)
+
+
+@contextmanager
+def _blamed(server: Server, teaching: Teaching) -> Iterator[None]:
+    """Raise any error inside as a TrainingError that names the server and not a client.
+
+    The engine trains students as clients, and its errors name client 0.
+
+    Args:
+        server: State of the round, for its number.
+        teaching: Training of the students, with their loss.
+    """
+    kept = "the server's state is that of the round before."
+    try:
+        yield
+    except DivergenceError as error:
+        raise DivergenceError(
+            f"the server's training on public samples diverged in round {server.round}. A smaller "
+            f"learning rate (method.server_training.optimizer.lr) would help; {kept}"
+        ) from error
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, TrainingError) else error
+        if isinstance(error, FedquiltError) and not isinstance(error, TrainingError):
+            raise
+        if cause is None or is_out_of_memory(cause):
+            raise
+        loss = type(teaching.method.objective).__name__
+        raise TrainingError(
+            f"the server's training on public samples failed in round {server.round}: "
+            f"{said(cause)}. Its loss is {loss}, which should return one number for logits "
+            f"(sample, class, …) and the teacher's rows (sample, …); {kept}"
+        ) from error
 
 
 class _StudentTrainer:
@@ -226,8 +261,7 @@ class _StudentTrainer:
         batches = min(how.steps_per_check, how.steps - check * how.steps_per_check)
         method = replace(self._teaching.method, batches=batches, rate_factor=how.rate_factor(check))
         students = replace(self._students, method=method)
-        with self._blamed():
-            outcome = self._public.train(students, state, jobs, fold)
+        outcome = self._public.train(students, state, jobs, fold)
         merged = fold.finish(state).weights
         for student in active:
             progress = self._progress[student]
@@ -236,18 +270,6 @@ class _StudentTrainer:
             progress.memory = {key: outcome.memory[key]}
         self.macs += outcome.total.macs
         self.steps += len(active) * batches
-
-    @contextmanager
-    def _blamed(self) -> Iterator[None]:
-        """Raise a DivergenceError inside as one that names the server and not a client."""
-        try:
-            yield
-        except DivergenceError as error:
-            raise DivergenceError(
-                f"the server's training on public samples diverged in round {self._server.round}. "
-                "A smaller learning rate (method.server_training.optimizer.lr) would help; the "
-                "server's state is that of the round before."
-            ) from error
 
     def _compared(
         self, students: Sequence[Submodel], weights: Mapping[str, Tensor]
@@ -304,4 +326,7 @@ class _StudentTrainer:
                 parts.append(run_pass(learner, member, loss_pass, state, Received(state), batch))
                 sizes.append(len(chunk))
         self.macs += member.macs * len(samples)
-        return float(loss_pass.merged(parts, sizes)["loss"])
+        loss = loss_pass.merged(parts, sizes)["loss"]
+        if loss.dim():
+            raise ValueError(f"the loss of a batch has the shape {tuple(loss.shape)}")
+        return float(loss)

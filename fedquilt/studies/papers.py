@@ -202,7 +202,10 @@ class Preset:
         file = _supernet_file(settings)
         if file:
             if not (folder / file).is_file():
-                raise missing_supernet(file, settings["model"].get("space", ""), folder, self.name)
+                images = f"{self.data[0]}.npz" if self.data else "public.npz"
+                raise missing_supernet(
+                    file, settings["model"].get("space", ""), images, folder, self.name
+                )
             settings = assign(settings, _SUPERNET, str(folder / file))
         return settings
 
@@ -236,16 +239,18 @@ def missing_data(name: str, folder: Path, preset: str) -> DataError:
     )
 
 
-def missing_supernet(file: str, space: str, folder: Path, preset: str) -> DataError:
+def missing_supernet(file: str, space: str, images: str, folder: Path, preset: str) -> DataError:
     """Return the error for a supernet file that a row needs and that is not in the data folder.
 
     Args:
         file: Name of the file.
         space: Search space of the supernet. Empty: it is not known.
+        images: File in the same folder whose public images a supernet can be trained on.
         folder: Folder in which the file was looked for.
         preset: Name of the table.
     """
-    arguments = [space or "SPACE", "--data", "public.npz", "--out", str(folder / file)]
+    files = ["--data", str(folder / images), "--out", str(folder / file)]
+    arguments = [space or "SPACE", *files]
     command = shlex.join(["fedquilt", "supernet", "train", *arguments])
     return DataError(
         f"{preset} was asked for: the supernet {folder / file} is needed; there is no such file. "

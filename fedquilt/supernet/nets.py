@@ -137,8 +137,7 @@ def _remaining(limits: Limits, spent: Costs | None, search: Search) -> Limits:
         if bounds[name] <= 0:
             raise BudgetError(
                 f"a pair of nets within {limits} was asked for; the knowledge net alone has "
-                f"{spent}. A smaller "
-                'knowledge_macs, or account="private", would work.'
+                f"{spent}. {_smaller_pair(limit, name, search)}"
             )
     try:
         remaining = Limits(**bounds)
@@ -149,6 +148,28 @@ def _remaining(limits: Limits, spent: Costs | None, search: Search) -> Limits:
             f"then {error}"
         ) from error
     return remaining
+
+
+def _smaller_pair(limit: float, name: str, search: Search) -> str:
+    """Return a sentence on what works where the knowledge net alone exceeds a limit.
+
+    Args:
+        limit: Limit of the pair.
+        name: Name of the limit, a field of `Limits`.
+        search: Search in the space of both nets.
+    """
+    smallest = search.space.smallest
+    least = search.meter.value(smallest, name)
+    costs = search.meter.costs(smallest)
+    if limit >= 2 * least:
+        return (
+            f"A smaller knowledge_macs would work, down to the smallest member, which has {costs}; "
+            'or limits of the private net alone, account="private" (method.limit = "private").'
+        )
+    return (
+        f"The smallest member has {costs}, and a pair at least twice as much. Larger limits or a "
+        "smaller space would work."
+    )
 
 
 def named(members: tuple[Found, ...]) -> dict[str, Found]:

@@ -137,6 +137,24 @@ def measured_members(
     return sorted(members, key=lambda member: member.costs.macs)
 
 
+def accuracy_by_size(members: Sequence[MeasuredMember]) -> dict[str, float]:
+    """Return the accuracies of the smallest and the largest member, and means by quarter.
+
+    `quarter1` to `quarter4` are the quarters of the range of multiply-adds, the smallest first. A
+    quarter without members is left out.
+
+    Args:
+        members: Two members or more, in ascending order of multiply-adds.
+    """
+    low, high = members[0].costs.macs, members[-1].costs.macs
+    quarters: dict[str, list[float]] = {f"quarter{number}": [] for number in (1, 2, 3, 4)}
+    for member in members:
+        position = (member.costs.macs - low) / max(1, high - low)
+        quarters[f"quarter{min(3, int(4 * position)) + 1}"].append(member.accuracy)
+    means = {name: float(np.mean(found)) for name, found in quarters.items() if found}
+    return {"smallest": members[0].accuracy, **means, "largest": members[-1].accuracy}
+
+
 @dataclass(frozen=True)
 class PredictedAccuracy:
     """A score for `Search`: the accuracy that a fitted predictor gives."""

@@ -24,11 +24,11 @@ def test_commands_to_copy_are_quoted_for_the_shell(tmp_path: Path) -> None:
     assert f"`fedquilt data prepare cifar10 --out '{folder}'` prepares it" in missing_message(
         "cifar10", folder
     )
-    made = str(missing_supernet("net.safetensors", "", folder, "rafl/table1"))
+    made = str(missing_supernet("net.safetensors", "", "public.npz", folder, "rafl/table1"))
     assert (
-        f"`fedquilt supernet train SPACE --data public.npz --out '{folder}/net.safetensors'` makes"
-        in made
-    )
+        f"`fedquilt supernet train SPACE --data '{folder}/public.npz' --out "
+        f"'{folder}/net.safetensors'` makes"
+    ) in made
 
 
 @pytest.mark.slow

@@ -127,7 +127,10 @@ def test_members_of_a_file_are_measured(folder, capsys):
     assert len(macs) == 5
     assert macs == sorted(macs)
     assert (macs[0], macs[-1]) == (53120, 276608)
-    assert all(0 <= member["accuracy"] <= 1 for member in found["members"])
+    accuracies = [member["accuracy"] for member in found["members"]]
+    assert all(0 <= accuracy <= 1 for accuracy in accuracies)
+    ends = [found["accuracy_by_size"][name] for name in ("smallest", "largest")]
+    assert ends == [accuracies[0], accuracies[-1]]
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "measure members: 5" in said

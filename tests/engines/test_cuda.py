@@ -16,6 +16,9 @@ from fedquilt.terms import ClientState, Server
 from tests.conftest import CUTTING, LOCAL, assert_same, with_local
 from tests.engines.test_links import LINKS
 from tests.engines.test_parity import RAGGED, SHARES
+from tests.engines.test_rafl import METHODS as PAIRS
+from tests.engines.test_rafl import NUM_PUBLIC
+from tests.pairs import limits, normed_pairs
 from tests.unit.family.test_faithful import small_net
 
 pytestmark = [
@@ -279,6 +282,25 @@ def test_one_round_in_float32_is_within_1e_4_of_the_cpu(residual, make_data):
     for name, weight in runs[0].server.weights.items():
         other = runs[1].server.weights[name].cpu()
         assert float((weight - other).norm()) <= 1e-4 * float(weight.norm()) + 1e-7, name
+
+
+@pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
+@pytest.mark.parametrize("norm", ["batch", "tracked"])
+@pytest.mark.parametrize("name", ["a", "b", "in turn", "released"])
+def test_captured_steps_of_pairs_give_the_numbers_of_the_sequential_engine(
+    name, norm, layout, make_data, play, monkeypatch, caplog
+):
+    """RaFL's clients train two nets, and their steps are captured as those of one net."""
+    monkeypatch.setattr("fedquilt.engines.vectorized.groups.MIN_UNUSUAL_STEPS", 0)
+    family, method = normed_pairs(), with_local(PAIRS[name], norm=norm)
+    data = make_data(family, RAGGED, labels=2, public=NUM_PUBLIC)
+    fleet, how = fq.Fleet.of(limits(family), 6, 6), fq.Evaluation(every=0)
+    truth = play(method, family, data, fleet=fleet)
+    run = fq.prepare(method.settled(2), family, data, fleet, "vectorized", 0, "cuda", "fp64", how)
+    run.engine.layout = layout
+    with caplog.at_level("WARNING"):
+        assert_same(truth, on_cpu(run.train(2)), atol=1e-8)
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])

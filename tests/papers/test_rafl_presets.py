@@ -23,6 +23,7 @@ from fedquilt.supernet import Supernet, TinySpace, save_supernet
 ROWS = {
     "figure2": 10,
     "figure2-mobilenet": 4,
+    "figure5": 8,
     "figure6": 2,
     "section3-3": 3,
     "table1-costs": 12,
@@ -240,6 +241,18 @@ def test_other_figures_vary_what_they_are_about(resolve) -> None:
     )
 
 
+def test_figure_5_trains_the_nets_of_table_3(resolve) -> None:
+    """Both have the same limits, spaces and strategies; the training is that of Figure 2 (a)."""
+    trained, counted_rows = resolve("figure5"), resolve("table3")
+    assert trained.keys() == counted_rows.keys()
+    for name, experiment in trained.items():
+        assert experiment.models == counted_rows[name].models
+        assert experiment.fleet == counted_rows[name].fleet
+        assert experiment.method == resolve("figure2")["RaFL (a)"].method
+        assert experiment.data == resolve("figure2")["RaFL (a)"].data
+        assert experiment.rounds == 300
+
+
 # --- supernet files -----------------------------------------------------------------------------
 
 
@@ -248,7 +261,7 @@ def test_a_missing_supernet_is_named_with_the_command_that_makes_it(folder: Path
     with pytest.raises(DataError) as caught:
         parsed_preset("rafl/figure2").rows_at("full", folder)
     command = (
-        "fedquilt supernet train resnet50 --data public.npz --out "
+        f"fedquilt supernet train resnet50 --data {folder / 'cifar10-public.npz'} --out "
         f"{folder / 'resnet50.safetensors'}"
     )
     assert command in str(caught.value)

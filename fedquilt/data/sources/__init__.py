@@ -158,7 +158,9 @@ def npz(  # noqa: PLR0913  # The parameters are settings of the source.
     arrays = _in_parts(read_arrays(path, max_bytes))
     if missing := [key for key in ("x_train", "y_train") if key not in arrays]:
         raise DataError(
-            f"{path} has no {' and no '.join(missing)}. Found: {', '.join(arrays) or 'nothing'}."
+            f"{path} has no {' and no '.join(missing)}. Found: {', '.join(arrays) or 'nothing'}. "
+            "Inputs x and targets y would work, or x_train and y_train. Samples without targets "
+            "are the array `public` beside them."
         )
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise DataError(f"{path} has one of x_test and y_test; both are needed, or none.")

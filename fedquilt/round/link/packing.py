@@ -7,14 +7,23 @@ and receiver both derive from the job, so that they cost no bytes and a sender c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fedquilt.errors.faults import is_out_of_memory
 from fedquilt.round.link.codec import BaseCodec, ChangeSpec
-from fedquilt.round.link.coding import NOTHING, change_of, decoded, encoded, with_change
+from fedquilt.round.link.coding import (
+    NOTHING,
+    CodecError,
+    change_of,
+    decoded,
+    encoded,
+    with_change,
+)
 from fedquilt.round.link.transmission import Transmission
 from fedquilt.tensors import Flat
 from fedquilt.terms import Payload, Submodel, Weights
@@ -151,9 +160,10 @@ def pack(
         is_slot = kind == "slots"
         state = change_of(payload.slots[name] if is_slot else {name: payload.extras[name]})
         spec = _spec(outline, state.shapes, reach if is_slot else outline.submodel, transmission)
-        messages[f"{kind}/{name}"] = encoded(
-            codec, state.vector, spec, transmission.codec_keys(number)
-        )
+        with _coding(codec, kind, name):
+            messages[f"{kind}/{name}"] = encoded(
+                codec, state.vector, spec, transmission.codec_keys(number)
+            )
 
     plain = replace(
         payload,
@@ -206,7 +216,8 @@ def unpack(
             outline.shapes(names, transmission.world) if is_slot else {name: outline.extras[name]}
         )
         spec = _spec(outline, shapes, reach if is_slot else outline.submodel, transmission)
-        values = decoded(codec, packet.messages[f"{kind}/{name}"], spec)
+        with _coding(codec, kind, name):
+            values = decoded(codec, packet.messages[f"{kind}/{name}"], spec)
         tensors = with_change(shapes, values)
         if is_slot:
             slots[name] = part(Payload(outline.submodel, tensors), reach, transmission).weights
@@ -219,6 +230,30 @@ def unpack(
         extras={name: extras[name] for name in outline.extras},
     )
     return Unpacked(payload, change)
+
+
+@contextmanager
+def _coding(codec: BaseCodec, kind: str, name: str) -> Iterator[None]:
+    """Raise any error inside as a CodecError that names the slot or the extra.
+
+    An error of memory passes unchanged.
+
+    Args:
+        codec: Codec of the link.
+        kind: "slots" or "extras".
+        name: Name of the slot or of the extra.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        kind_text = "" if isinstance(error, CodecError) else f"{type(error).__name__}: "
+        raise CodecError(
+            f"{type(codec).__name__} was asked to code the {kind.removesuffix('s')} {name!r} of "
+            f"the method, and failed: {kind_text}{error}. Another codec would work; so would "
+            "coded = False of a method that has this setting."
+        ) from error
 
 
 def part(payload: Payload, reach: Submodel, transmission: Transmission) -> Payload:

@@ -4,16 +4,30 @@ predictions.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
+from fedquilt.data import Pool
+from fedquilt.data.scale import Scale
 from fedquilt.errors import BudgetError, ConfigError, DataError, DivergenceError, TrainingError
 from fedquilt.methods import DSFL, FedAvg, FedDF, FedET
+from fedquilt.methods.api import (
+    OUTPUTS,
+    Extras,
+    FromTeacher,
+    Server,
+    TrainServer,
+    View,
+    World,
+    teaching,
+)
 from fedquilt.methods.dsfl import PREDICTIONS
+from fedquilt.round.link import BaseCodec, ChangeSpec
+from fedquilt.round.link.coding import Keys
 from fedquilt.round.training.server import ServerTraining
 from fedquilt.terms import Client, Job, Payload, Update
 
@@ -105,13 +119,41 @@ def test_public_samples_of_another_type_are_refused(kind, perceptron, language, 
         start(kind(), language, real)
 
 
-@pytest.mark.parametrize("factor", [255.0, 1e-3, float("nan"), float("inf")])
+@pytest.mark.parametrize("factor", [255.0, 1e-3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_public_samples_of_another_scale_are_refused(kind, factor, perceptron, make_data):
     data = make_data(perceptron, SIZES)
     message = r"public samples of data have a mean absolute value of .*same scale"
     with pytest.raises(DataError, match=message):
         start(kind(), perceptron, replace(data, public=factor * data.public))
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_public_samples_that_are_not_finite_are_refused(kind, factor, perceptron, make_data):
+    data = make_data(perceptron, SIZES)
+    public = data.public.clone()
+    public[-1, 0] = factor
+    message = r"data has public samples with values that are not finite\. Samples without NaN"
+    with pytest.raises(DataError, match=message):
+        start(kind(), perceptron, replace(data, public=public))
+
+
+def test_public_images_from_0_to_1_among_normalised_bytes_are_refused():
+    """Their normalised values are all near −mean / deviation: as large as those of clients."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (80, 1, 4, 4), dtype=torch.uint8, generator=generator)
+    scale = Scale.of(images, "channel")
+    pool = Pool.of(
+        (images, torch.arange(80) % 3), public=images[:20].float() / 255, scale=scale, name="data"
+    )
+    assert pool.public_samples.abs().mean() > 0.5
+    family = fq.trace(lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), pool.example)
+    message = r"public samples of data have a standard deviation of 0\.00\d+, .*same scale"
+    with pytest.raises(DataError, match=message):
+        start(FedDF(), family, pool.partition(4))
+    stored_alike = replace(pool, public=images[:20])
+    start(FedDF(), family, stored_alike.partition(4))
 
 
 def test_public_samples_that_nobody_needs_may_have_any_scale(perceptron, make_data):
@@ -341,11 +383,100 @@ def test_outputs_of_teachers_that_are_not_finite_are_refused_without_blaming_a_c
     """The server has no budget, and its training is a part of round 1."""
     family = fq.trace(Exploding, torch.zeros(2, 4))
     data = make_data(family, SIZES, public=6)
-    data = replace(data, inputs=data.inputs.clamp(-1, 1), public=torch.full_like(data.public, 2.0))
+    public = data.public.clone().clamp(-1, 1)
+    public[:3] = 2.0
+    data = replace(data, inputs=data.inputs.clamp(-1, 1), public=public)
     run = start(kind(local=LOCAL, server_training=FEW_STEPS), family, data)
     with pytest.raises((TrainingError, DivergenceError)) as caught:
         run.train(1)
     assert "server" in str(caught.value).split(";")[0]
     assert "client 0" not in str(caught.value)
     assert "round 1048577" not in str(caught.value)
+    assert run.server.round == 0
+
+
+# --- codecs and losses that fail ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WeightsAlone(BaseCodec):
+    """A codec that sends all values, and fails for predictions."""
+
+    failing: int = 0  # Number of values for which it fails.
+    feedback: bool = False
+    down: bool = False
+
+    def encode(self, change: Tensor, spec: ChangeSpec, keys: Keys) -> Tensor:
+        if len(change) == self.failing:
+            raise RuntimeError("only weights of nets can be coded")
+        return change.clone().view(torch.uint8)
+
+    def decode(self, message: Tensor, spec: ChangeSpec) -> Tensor:
+        return message.clone().view(spec.dtype)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_codec_that_cannot_carry_predictions_is_named(engine, perceptron, make_data):
+    data = make_data(perceptron, SIZES, public=10)
+    link = fq.Link(codec=WeightsAlone(failing=10 * 3))
+    how = {"local": LOCAL, "server_training": FEW_STEPS}
+    run = start(DSFL(coded=True, **how), perceptron, data, link=link, engine=engine)
+    message = (
+        r"client 0 .* failed in round 1 while sending: .*WeightsAlone was asked to code the extra "
+        r"'predictions' of the method, and failed: RuntimeError: only weights.*coded = False"
+    )
+    with pytest.raises(TrainingError, match=message):
+        run.train(1)
+    assert run.server.round == 0
+    plain = start(DSFL(coded=False, **how), perceptron, data, link=link, engine=engine)
+    assert plain.train(1).server.round == 1
+
+
+@dataclass(frozen=True)
+class OfEachSample(FromTeacher):
+    """A loss that is not averaged."""
+
+    def loss(self, view: View, logits: Tensor, rows: Tensor) -> Tensor:
+        return (logits - rows).square().sum(1)
+
+
+@dataclass(frozen=True)
+class OfTwoClasses(FromTeacher):
+    """A loss for another number of classes."""
+
+    def loss(self, view: View, logits: Tensor, rows: Tensor) -> Tensor:
+        return (logits[:, :2] - rows).square().mean()
+
+
+@dataclass(frozen=True)
+class OwnLoss(FedDF):
+    """FedDF with another loss."""
+
+    objective: FromTeacher = OfEachSample()
+
+    def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
+        rows, nets = outputs[OUTPUTS], self.nets(world)
+        return train(
+            server, teaching(self, nets, rows, self.objective, self.server_training, world)
+        )
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize(
+    ("objective", "reason"),
+    [
+        (OfEachSample(), r"ValueError: the loss of a batch has the shape \(2,\)\. Its loss is Of"),
+        (OfTwoClasses(), r"RuntimeError: The size of tensor .*Its loss is OfTwoClasses"),
+    ],
+)
+def test_a_loss_that_cannot_carry_predictions_is_named(
+    objective, reason, engine, perceptron, make_data
+):
+    data = make_data(perceptron, SIZES, public=10)
+    method = OwnLoss(objective=objective, local=LOCAL, server_training=FEW_STEPS)
+    run = start(method, perceptron, data, engine=engine)
+    message = f"the server's training on public samples failed in round 1: {reason}"
+    with pytest.raises(TrainingError, match=message) as caught:
+        run.train(1)
+    assert "client 0" not in str(caught.value)
     assert run.server.round == 0

@@ -89,5 +89,9 @@ def test_limits_that_leave_no_room_for_a_pair_are_refused() -> None:
         BudgetError, match=r"pair of nets within macs 60000.*smallest member has 53\.3k"
     ):
         searched_nets(TINY, {Budget(macs=6e4): 1}, options=QUICK)
-    with pytest.raises(BudgetError, match=r"knowledge net alone has"):
+    message = r"knowledge net alone has .*The smallest member has 53\.3k .* twice as much\. Larger"
+    with pytest.raises(BudgetError, match=message):
         searched_nets(TINY, {Limits(macs=1e5): 1}, knowledge_macs=2e5, options=QUICK)
+    message = r"knowledge net alone has .*smaller knowledge_macs would work, .* which has 53\.3k "
+    with pytest.raises(BudgetError, match=message):
+        searched_nets(TINY, {Limits(macs=1.2e5): 1}, knowledge_macs=2e5, options=QUICK)

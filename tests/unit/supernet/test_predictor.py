@@ -8,12 +8,18 @@ import torch
 from sklearn.linear_model import Ridge
 
 from fedquilt.errors import ConfigError, DataError
-from fedquilt.supernet import SPACES
+from fedquilt.supernet import SPACES, MemberCost, TinySpace
 from fedquilt.supernet.elastic import Supernet
 from fedquilt.supernet.images import SupernetData
 from fedquilt.supernet.meter import Meter
 from fedquilt.supernet.predictor import PENALTIES, Predictor, rank_correlation
-from fedquilt.supernet.scoring import Validation, features, fit_score
+from fedquilt.supernet.scoring import (
+    MeasuredMember,
+    Validation,
+    accuracy_by_size,
+    features,
+    fit_score,
+)
 from fedquilt.supernet.search import Search
 
 RANDOM = np.random.default_rng(0)
@@ -109,3 +115,15 @@ def test_validation_images_are_not_those_of_the_calibration() -> None:
     assert sorted(set(validation.images.flatten().tolist())) == [16, 17, 18, 19]
     assert len(validation.images) == len(validation.labels) == 16  # four rotations of each
     assert set(validation.calibration.flatten().tolist()) == set(range(16))
+
+
+def test_accuracies_by_size_are_means_over_quarters_of_the_range() -> None:
+    """Multiply-adds 100 to 200: quarters begin at 125, 150 and 175. The second has no member."""
+    config = TinySpace().smallest
+    sizes = {100: 0.25, 124: 0.35, 150: 0.5, 175: 0.6, 200: 0.8}
+    members = [
+        MeasuredMember(config, MemberCost(macs, 1), accuracy) for macs, accuracy in sizes.items()
+    ]
+    assert accuracy_by_size(members) == pytest.approx(
+        {"smallest": 0.25, "quarter1": 0.3, "quarter3": 0.5, "quarter4": 0.7, "largest": 0.8}
+    )
