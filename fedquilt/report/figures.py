@@ -147,20 +147,30 @@ def quilt_section(folder: RunFolder, quilt: Quilt | None, reason: str) -> Sectio
     if quilt is None or not quilt.rounds or not quilt.axes:
         note = reason or "no round with a known cohort is recorded, or no axis of the model is cut."
         return Section("quilt-section", "Quilt", notes=(f"There is no quilt: {note}",))
+    source = "is computed from the settings, by calling the method's plan again"
+    if quilt.recorded:
+        source = "has the positions in the records, because plans depend on the state of the server"
     note = (
-        "Which positions of the model each round trained. It is computed from the settings, by "
-        "calling the method's plan again. Updates that were lost, late or refused do not count."
+        f"Which positions of the model each round trained. It {source}. Updates that were lost, "
+        "late or refused do not count."
     )
     return Section("quilt-section", "Quilt", (quilt_figure(quilt),), (note, *_omissions(quilt)))
 
 
 def _omissions(quilt: Quilt) -> list[str]:
-    if not quilt.omitted:
-        return []
-    return [
-        f"{sentences.plural(len(quilt.omitted), 'round')} in which clients did not reply are left "
-        "out, because the records do not say which clients."
-    ]
+    """Return sentences on rounds and plans that the quilt lacks."""
+    notes = []
+    if quilt.unrecorded:
+        notes.append(
+            f"{sentences.plural(quilt.unrecorded, 'plan')} of a client and round were too long to "
+            "be recorded, and are left out."
+        )
+    if quilt.omitted:
+        notes.append(
+            f"{sentences.plural(len(quilt.omitted), 'round')} in which clients did not reply are "
+            "left out, because the records do not say which clients."
+        )
+    return notes
 
 
 def quilt_figure(quilt: Quilt, title: str = "Trained positions") -> Figure:

@@ -5,8 +5,9 @@ Records do not have them, because cohorts and plans follow from the settings and
 whose update came too late. These updates do not count. What a link lost follows from the seed, and
 does not count either.
 
-A plan that depends on the state of the server cannot be computed again. It gets a state that raises
-an error when it is read, so that the report can say so.
+A plan that depends on the state of the server cannot be computed again. Its positions are in the
+records. In records of earlier versions they are not, and the report says so: the plan gets a state
+that raises an error when it is read.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class Quilt:
     # Parameters of the whole model at the stage of growth of each round. 0: it is not known
     params: np.ndarray = field(repr=False)
     omitted: tuple[int, ...] = ()  # Rounds of which the records do not say who replied
+    recorded: bool = False  # True: positions are from the records and not computed
+    unrecorded: int = 0  # Plans that were too long for a record, and are not counted
 
     def times(self, axis: str) -> list[int]:
         """Return how often each position of an axis was trained, over all rounds."""
@@ -199,7 +202,7 @@ def trained_jobs(run: Run, record: Record) -> Iterator[tuple[Job, Submodel | Non
         record: Record of the round, which has the clients that did not reply.
 
     Raises:
-        StateReadError: The plan depends on the state of the server.
+        StateReadError: The plan depends on the state of the server, and is not in the record.
     """
     world, fleet, method = run.world, run.fleet, run.method
     round = record.round - 1
@@ -214,7 +217,12 @@ def trained_jobs(run: Run, record: Record) -> Iterator[tuple[Job, Submodel | Non
         if not 0 <= id < fleet.num_clients:
             continue
         client = fleet.client(id, round, world.seed, run.data.size(id), place)
-        for submodel in method.plan(server, client, world):
+        submodels: Sequence[Submodel]
+        if record.plans is None:
+            submodels = method.plan(server, client, world)
+        else:
+            submodels = record.plans.get(id, ())
+        for submodel in submodels:
             job = Job(client, submodel, round)
             reached = arrived(run, job) if id not in absent else []
             yield job, reached[0] if reached else None
@@ -257,7 +265,21 @@ def quilt_of(run: Run, records: Sequence[Record]) -> Quilt:
                     for table, row in targets:
                         table[axis][row, budget, start:stop] += 1
     rounds = tuple(record.round for record in known)
-    return Quilt(axes, names, rounds, counts, first, planned, arrivals, params, omitted)
+    recorded = [record for record in known if record.plans is not None]
+    unrecorded = sum(list((record.plans or {}).values()).count(()) for record in recorded)
+    return Quilt(
+        axes,
+        names,
+        rounds,
+        counts,
+        first,
+        planned,
+        arrivals,
+        params,
+        omitted,
+        bool(recorded),
+        unrecorded,
+    )
 
 
 def _parts(column: np.ndarray) -> list[tuple[int, int]]:
