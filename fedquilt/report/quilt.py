@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fedquilt.display.thinning import Row, bins
-from fedquilt.errors import ConfigError
+from fedquilt.errors import ConfigError, RecordError
 from fedquilt.round import Record
 from fedquilt.round.labels import labels_by_share, short_share
 from fedquilt.runs.per_client import arrived
@@ -203,6 +203,7 @@ def trained_jobs(run: Run, record: Record) -> Iterator[tuple[Job, Submodel | Non
 
     Raises:
         StateReadError: The plan depends on the state of the server, and is not in the record.
+        RecordError: The plan in the record does not fit the model.
     """
     world, fleet, method = run.world, run.fleet, run.method
     round = record.round - 1
@@ -222,10 +223,34 @@ def trained_jobs(run: Run, record: Record) -> Iterator[tuple[Job, Submodel | Non
             submodels = method.plan(server, client, world)
         else:
             submodels = record.plans.get(id, ())
+            for submodel in submodels:
+                _check_recorded(submodel, world.family.layout.sizes, record.round)
         for submodel in submodels:
             job = Job(client, submodel, round)
             reached = arrived(run, job) if id not in absent else []
             yield job, reached[0] if reached else None
+
+
+def _check_recorded(submodel: Submodel, sizes: Mapping[str, int], round: int) -> None:
+    """Refuse positions of a record that the model does not have.
+
+    Only the ends of runs are compared, because damaged records may have runs of any length.
+
+    Args:
+        submodel: Sub-model in the record.
+        sizes: Number of positions of every axis.
+        round: Number of the round.
+
+    Raises:
+        RecordError: An axis is unknown, or a run is not on it.
+    """
+    for axis, positions in submodel.index.items():
+        size = sizes.get(axis, 0)
+        if not all(0 <= start < stop <= size for start, stop in positions.runs):
+            raise RecordError(
+                f"the record of round {round} has positions on axis {axis!r} that the model lacks; "
+                f"it has {size} there."
+            )
 
 
 def quilt_of(run: Run, records: Sequence[Record]) -> Quilt:

@@ -9,6 +9,7 @@ import pytest
 
 import fedquilt as fq
 from fedquilt.axes import Positions
+from fedquilt.errors import FedquiltError
 from fedquilt.family.cut import prefix
 from fedquilt.report.quilt import MAX_COLUMNS, StateReadError, quilt_of
 from fedquilt.round import Record
@@ -175,6 +176,18 @@ def test_positions_of_a_plan_that_reads_weights_are_recorded(prepared, monkeypat
     quilt = quilt_of(run, run.records)
     assert quilt.unrecorded == 2
     assert sorted(trained(quilt, axis.name)) == [1, 2, 3]
+
+
+def test_recorded_plans_that_do_not_fit_the_model_are_refused(prepared):
+    run = prepared(ByWeight())
+    run.train(1)
+    (axis,) = run.records[0].plans[0][0].index
+    for index in ({"none": [[0, 1]]}, {axis: [[0, 99]]}, {axis: [[5, 10**30]]}):
+        plain = json.loads(json.dumps(run.records[0].to_dict()))
+        for plan in plain["plans"].values():
+            plan[0]["index"] = index
+        with pytest.raises(FedquiltError):
+            quilt_of(run, [Record.from_dict(plain)])
 
 
 def planning(plan, seen):
