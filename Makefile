@@ -11,7 +11,7 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c
 # Two test processes on two cores: threads that wait by spinning would starve each other.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: demo test test-all check docs wheel bench results clean
+.PHONY: demo test test-all check docs wheel bench results gallery clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # Two installations into one environment would disturb each other.
 
@@ -72,6 +72,10 @@ bench: $(READY)
 # Write the tables and draw the curves of docs/results from the stored results.
 results: $(READY)
 	$(BIN)/python tools/results.py
+
+# Make the pictures of docs/gallery from runs, which are kept in build/gallery.
+gallery: $(READY)
+	$(BIN)/python tools/gallery.py
 
 clean:
 	rm -rf $(VENV) build

@@ -23,6 +23,8 @@ from fedquilt.display.curves import (
 from fedquilt.display.thinning import Row
 
 GRAY = "#8C8C8C"
+PICTURE_SIDE = 96  # Pixels of a picture of a mask
+PICTURE_GAP = 8  # Pixels between two of them
 
 
 def _share_shape(rows: Sequence[Row]) -> Any:
@@ -36,7 +38,11 @@ def _share_shape(rows: Sequence[Row]) -> Any:
 
 
 def quilt(
-    rows: Sequence[Row], axis: str, color: str = "times", classes: Sequence[str] = ()
+    rows: Sequence[Row],
+    axis: str,
+    color: str = "times",
+    classes: Sequence[str] = (),
+    size: int = 0,
 ) -> alt.Chart:
     """Return a quilt: the positions of an axis that each round trained.
 
@@ -46,6 +52,7 @@ def quilt(
         axis: Name of the axis, for the title.
         color: `times` or `smallest`.
         classes: Budgets from the smallest on, for the legend of `smallest`.
+        size: Number of positions of the axis, which are all drawn. 0: up to the last trained.
     """
     if color == "times":
         shade = alt.Color(
@@ -55,6 +62,9 @@ def quilt(
         )
     else:
         shade = color_of("smallest", list(classes) or names_of(rows, "smallest"), "smallest budget")
+    positions = alt.Scale(reverse=True, nice=False)
+    if size:
+        positions.domain = [0, size]
     return (
         chart_of(rows)
         .transform_calculate(before="datum.first - 0.5", after="datum.last + 0.5")
@@ -65,7 +75,7 @@ def quilt(
             y=alt.Y(
                 "start:Q",
                 title=f"position on axis {axis}",
-                scale=alt.Scale(reverse=True, nice=False),
+                scale=positions,
                 axis=alt.Axis(grid=False, tickMinStep=1),
             ),
             y2="stop:Q",
@@ -183,7 +193,8 @@ def pareto(
         cost_title: Title of the horizontal axis.
         percent: True if the metric is a rate.
     """
-    x = alt.X("cost:Q", title=cost_title, axis=alt.Axis(format="~s"), scale=alt.Scale(zero=False))
+    ticks = alt.Axis(format="~s", labelOverlap=True, tickCount=6)
+    x = alt.X("cost:Q", title=cost_title, axis=ticks, scale=alt.Scale(zero=False))
     front = (
         chart_of(rows)
         .transform_filter("datum.front")
@@ -257,3 +268,31 @@ def growth(rows: Sequence[Row]) -> alt.Chart:
     """Return the size of a growing model by round, from `first`, `last` and `params` of rows."""
     color = "entry" if any("entry" in row for row in rows) else ""
     return _bars_by_round(rows, "params", "parameters of the model", color, stacked=False)
+
+
+def pictures(rows: Sequence[Row], columns: Sequence[str], num_rows: int) -> alt.Chart:
+    """Return pictures side by side, from rows with `sample`, `column` and the address `url`.
+
+    Args:
+        rows: One row for each picture.
+        columns: Titles of the columns, from left to right.
+        num_rows: Number of rows of pictures.
+    """
+    across = alt.Axis(orient="top", labelAngle=0, domain=False, ticks=False)
+    side = alt.expr(
+        f"min({PICTURE_SIDE}, bandwidth('x') - 4)"
+    )  # A narrow page has smaller pictures.
+    return (
+        chart_of(rows)
+        .mark_image(width=side, height=side)
+        .encode(
+            x=alt.X("column:N", title=None, scale=alt.Scale(domain=list(columns)), axis=across),
+            y=alt.Y("sample:O", title="test sample", axis=alt.Axis(labelAngle=0)),
+            url="url:N",
+            tooltip=["sample:O", "column:N"],
+        )
+        .properties(
+            width=len(columns) * (PICTURE_SIDE + PICTURE_GAP),
+            height=num_rows * (PICTURE_SIDE + PICTURE_GAP),
+        )
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from altair import Chart
 
@@ -14,6 +14,7 @@ from fedquilt.report import charts, sentences, tables
 from fedquilt.report.collect import RunFolder
 from fedquilt.report.details import detail_figures
 from fedquilt.report.figure import Control, Figure, Section
+from fedquilt.report.masks import mask_figure, masks_of
 from fedquilt.report.prepared import prepare_again
 from fedquilt.report.quilt import MAX_COLUMNS, MAX_ROWS, Quilt, budget_names, quilt_of
 from fedquilt.runs.run import Run
@@ -43,6 +44,7 @@ def run_sections(folder: RunFolder, metric: str, trust: bool = False) -> list[Se
         quilt_section(folder, quilt, reason),
     ]
     if run is not None:
+        sections[1:1] = mask_sections({"Masks": folder}, trust)
         sections.append(fleet_section(run))
     sections += [participation_section(folder, quilt), cost_section(folder)]
     sections.append(Section("settings", "Settings", code=folder.config or "They are not known."))
@@ -55,6 +57,32 @@ def _prepared(folder: RunFolder, trust: bool) -> tuple[Run | None, str]:
         return prepare_again(folder, trust), ""
     except FedquiltError as error:
         return None, str(error)
+
+
+def mask_sections(folders: Mapping[str, RunFolder], trust: bool) -> list[Section]:
+    """Return the section on masks of segmentations. Empty: no run is a segmentation.
+
+    Args:
+        folders: Runs by the title of their figure.
+        trust: True: run code that their settings name.
+    """
+    figures: list[Figure] = []
+    notes: list[str] = []
+    for title, folder in folders.items():
+        try:
+            run = prepare_again(folder, trust)
+        except FedquiltError:  # The section on quilts says so.
+            continue
+        try:
+            masks = masks_of(folder, run, trust)
+        except FedquiltError as error:
+            notes.append(f"There are no masks of {folder.result.entry}: {error}")
+            continue
+        if masks is not None:
+            figures.append(mask_figure(masks, title, f"masks-{len(figures)}"))
+    if not figures and not notes:
+        return []
+    return [Section("masks-section", "Masks", tuple(figures), tuple(notes))]
 
 
 def curve_figures(folder: RunFolder, metric: str) -> list[Figure]:
@@ -119,20 +147,30 @@ def quilt_section(folder: RunFolder, quilt: Quilt | None, reason: str) -> Sectio
     if quilt is None or not quilt.rounds or not quilt.axes:
         note = reason or "no round with a known cohort is recorded, or no axis of the model is cut."
         return Section("quilt-section", "Quilt", notes=(f"There is no quilt: {note}",))
+    source = "is computed from the settings, by calling the method's plan again"
+    if quilt.recorded:
+        source = "has the positions in the records, because plans depend on the state of the server"
     note = (
-        "Which positions of the model each round trained. It is computed from the settings, by "
-        "calling the method's plan again. Updates that were lost, late or refused do not count."
+        f"Which positions of the model each round trained. It {source}. Updates that were lost, "
+        "late or refused do not count."
     )
     return Section("quilt-section", "Quilt", (quilt_figure(quilt),), (note, *_omissions(quilt)))
 
 
 def _omissions(quilt: Quilt) -> list[str]:
-    if not quilt.omitted:
-        return []
-    return [
-        f"{sentences.plural(len(quilt.omitted), 'round')} in which clients did not reply are left "
-        "out, because the records do not say which clients."
-    ]
+    """Return sentences on rounds and plans that the quilt lacks."""
+    notes = []
+    if quilt.unrecorded:
+        notes.append(
+            f"{sentences.plural(quilt.unrecorded, 'plan')} of a client and round were too long to "
+            "be recorded, and are left out."
+        )
+    if quilt.omitted:
+        notes.append(
+            f"{sentences.plural(len(quilt.omitted), 'round')} in which clients did not reply are "
+            "left out, because the records do not say which clients."
+        )
+    return notes
 
 
 def quilt_figure(quilt: Quilt, title: str = "Trained positions") -> Figure:
@@ -151,8 +189,10 @@ def quilt_figure(quilt: Quilt, title: str = "Trained positions") -> Figure:
         (axis, period): quilt.cells(axis, period == "all") for axis in axes for period in periods
     }
     shown: dict[tuple[str, ...], Chart] = {
-        (axis, color, period): charts.quilt(cells[axis, period], axis, color, quilt.budgets)
-        for axis in axes
+        (axis.name, color, period): charts.quilt(
+            cells[axis.name, period], axis.name, color, quilt.budgets, axis.size
+        )
+        for axis in quilt.axes
         for color in colors
         for period in periods
     }

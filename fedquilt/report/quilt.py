@@ -5,8 +5,9 @@ Records do not have them, because cohorts and plans follow from the settings and
 whose update came too late. These updates do not count. What a link lost follows from the seed, and
 does not count either.
 
-A plan that depends on the state of the server cannot be computed again. It gets a state that raises
-an error when it is read, so that the report can say so.
+A plan that depends on the state of the server cannot be computed again. Its positions are in the
+records. In records of earlier versions they are not, and the report says so: the plan gets a state
+that raises an error when it is read.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fedquilt.display.thinning import Row, bins
-from fedquilt.errors import ConfigError
+from fedquilt.errors import ConfigError, RecordError
 from fedquilt.round import Record
 from fedquilt.round.labels import labels_by_share, short_share
 from fedquilt.runs.per_client import arrived
@@ -67,6 +68,8 @@ class Quilt:
     # Parameters of the whole model at the stage of growth of each round. 0: it is not known
     params: np.ndarray = field(repr=False)
     omitted: tuple[int, ...] = ()  # Rounds of which the records do not say who replied
+    recorded: bool = False  # True: positions are from the records and not computed
+    unrecorded: int = 0  # Plans that were too long for a record, and are not counted
 
     def times(self, axis: str) -> list[int]:
         """Return how often each position of an axis was trained, over all rounds."""
@@ -199,7 +202,8 @@ def trained_jobs(run: Run, record: Record) -> Iterator[tuple[Job, Submodel | Non
         record: Record of the round, which has the clients that did not reply.
 
     Raises:
-        StateReadError: The plan depends on the state of the server.
+        StateReadError: The plan depends on the state of the server, and is not in the record.
+        RecordError: The plan in the record does not fit the model.
     """
     world, fleet, method = run.world, run.fleet, run.method
     round = record.round - 1
@@ -214,10 +218,39 @@ def trained_jobs(run: Run, record: Record) -> Iterator[tuple[Job, Submodel | Non
         if not 0 <= id < fleet.num_clients:
             continue
         client = fleet.client(id, round, world.seed, run.data.size(id), place)
-        for submodel in method.plan(server, client, world):
+        submodels: Sequence[Submodel]
+        if record.plans is None:
+            submodels = method.plan(server, client, world)
+        else:
+            submodels = record.plans.get(id, ())
+            for submodel in submodels:
+                _check_recorded(submodel, world.family.layout.sizes, record.round)
+        for submodel in submodels:
             job = Job(client, submodel, round)
             reached = arrived(run, job) if id not in absent else []
             yield job, reached[0] if reached else None
+
+
+def _check_recorded(submodel: Submodel, sizes: Mapping[str, int], round: int) -> None:
+    """Refuse positions of a record that the model does not have.
+
+    Only the ends of runs are compared, because damaged records may have runs of any length.
+
+    Args:
+        submodel: Sub-model in the record.
+        sizes: Number of positions of every axis.
+        round: Number of the round.
+
+    Raises:
+        RecordError: An axis is unknown, or a run is not on it.
+    """
+    for axis, positions in submodel.index.items():
+        size = sizes.get(axis, 0)
+        if not all(0 <= start < stop <= size for start, stop in positions.runs):
+            raise RecordError(
+                f"the record of round {round} has positions on axis {axis!r} that the model lacks; "
+                f"it has {size} there."
+            )
 
 
 def quilt_of(run: Run, records: Sequence[Record]) -> Quilt:
@@ -257,7 +290,21 @@ def quilt_of(run: Run, records: Sequence[Record]) -> Quilt:
                     for table, row in targets:
                         table[axis][row, budget, start:stop] += 1
     rounds = tuple(record.round for record in known)
-    return Quilt(axes, names, rounds, counts, first, planned, arrivals, params, omitted)
+    recorded = [record for record in known if record.plans is not None]
+    unrecorded = sum(list((record.plans or {}).values()).count(()) for record in recorded)
+    return Quilt(
+        axes,
+        names,
+        rounds,
+        counts,
+        first,
+        planned,
+        arrivals,
+        params,
+        omitted,
+        bool(recorded),
+        unrecorded,
+    )
 
 
 def _parts(column: np.ndarray) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from fedquilt.display.thinning import Row
@@ -292,3 +292,21 @@ def of_utilization(rows: Sequence[Row]) -> str:
         f"The clients' own nets of {best['entry']} use {best['value']:.1%} of the limits of their "
         f"devices{comparison}."
     )
+
+
+def of_masks(agreement: Mapping[str, float]) -> str:
+    """Say which part of the foreground pixels the nets of the best and the worst budget have right.
+
+    Args:
+        agreement: Mean part over the drawn samples, by the name of the budget.
+    """
+    if not agreement:
+        return "No net was deployed."
+    best, worst = (
+        max(agreement, key=agreement.__getitem__),
+        min(agreement, key=agreement.__getitem__),
+    )
+    text = f"The net of {best} has the right class in {agreement[best]:.1%} of the foreground"
+    if best != worst:
+        text += f", and that of {worst} in {agreement[worst]:.1%}"
+    return f"{text}, as a mean over the samples that are drawn."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fedquilt.display.curves import curves
@@ -12,7 +12,7 @@ from fedquilt.report import charts, sentences, tables
 from fedquilt.report.collect import Collection, RunFolder
 from fedquilt.report.details import detail_figures
 from fedquilt.report.figure import Control, Figure, Section
-from fedquilt.report.figures import quilt_figure, thinning_note
+from fedquilt.report.figures import mask_sections, quilt_figure, thinning_note
 from fedquilt.report.prepared import prepare_again
 from fedquilt.report.quilt import quilt_of
 
@@ -42,7 +42,10 @@ def study_sections(collection: Collection, trust: bool = False) -> list[Section]
         sections[-1] = replace(sections[-1], notes=tuple(table_notes))
     if details := detail_figures(collection.results, collection.metric):
         sections.append(Section("details", "Further results", tuple(details)))
-    sections.append(_quilts(collection, trust))
+    first_runs = _first_runs(collection)
+    shown = dict(list(first_runs.items())[:MAX_QUILTS])
+    sections += mask_sections(shown, trust)
+    sections.append(_quilts(first_runs, trust))
     settings = [
         (f"{run.result.entry}, seed {run.result.seed}", run.config) for run in collection.runs
     ]
@@ -111,8 +114,14 @@ def _curves(
             }
             for row in drawn
         ],
-        ("Bands are the mean ± the sample deviation over seeds.", *thinning_note(spreads, drawn)),
+        (*_band_note(drawn), *thinning_note(spreads, drawn)),
     )
+
+
+def _band_note(drawn: Sequence[Row]) -> tuple[str, ...]:
+    if all(row["seeds"] == 1 for row in drawn):
+        return ()
+    return ("Bands are the mean ± the sample deviation over seeds.",)
 
 
 def _fronts(final: Sequence[Row], metric: str, percent: bool, higher: bool) -> list[Figure]:
@@ -154,16 +163,21 @@ def _fronts(final: Sequence[Row], metric: str, percent: bool, higher: bool) -> l
     return figures
 
 
-def _quilts(collection: Collection, trust: bool) -> Section:
-    """Return the quilts of the rows of a study, of their first seeds, and the growth of models.
-
-    Args:
-        collection: The runs.
-        trust: True: run code that their settings name.
-    """
+def _first_runs(collection: Collection) -> dict[str, RunFolder]:
+    """Return the run of the first seed of each row."""
     first_runs: dict[str, RunFolder] = {}
     for run in collection.runs:
         first_runs.setdefault(run.result.entry, run)
+    return first_runs
+
+
+def _quilts(first_runs: Mapping[str, RunFolder], trust: bool) -> Section:
+    """Return the quilts of the rows of a study, and the growth of models.
+
+    Args:
+        first_runs: Runs of the first seeds by row.
+        trust: True: run code that their settings name.
+    """
     figures: list[Figure] = []
     notes = ["Which positions each round trained, in the run of each method's first seed."]
     grown: list[Row] = []

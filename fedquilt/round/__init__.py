@@ -10,6 +10,7 @@ Contracts, and what they are given:
 Steps of a round:
 
 - `budgets.py`: plans of a method, compared with the budgets of clients.
+- `observed_state.py`: plans that depend on the server's state, for the record.
 - `client.py`, `client_state.py`, `client_checks.py`: what a client receives, sends and keeps.
 - `link/`: losses, codecs and the clock of messages between server and clients.
 - `training/`: what a client minimizes, and one step of it.
@@ -39,6 +40,7 @@ from fedquilt.round.deadline import round_seconds, train_until_deadline
 from fedquilt.round.evaluate import Evaluation, evaluate
 from fedquilt.round.fold import Merged, merged_of
 from fedquilt.round.learning import learn
+from fedquilt.round.observed_state import ObservedState, recorded_plans
 from fedquilt.round.record import Record
 from fedquilt.round.scores import Grades
 from fedquilt.storage.files import compact
@@ -95,6 +97,7 @@ def run_round(
     method = federation.method
     fleet = fleet.at(server.round)
 
+    observed = ObservedState(server)
     for attempt in range(MAX_ATTEMPTS):
         # Draw the cohort, and plan what each client trains.
         ids = fleet.draw_cohort(server.round, world.seed, engine.online(), attempt)
@@ -105,7 +108,7 @@ def run_round(
         jobs = [
             Job(client, submodel, server.round)
             for client in cohort
-            for submodel in planned(method, server, client, world)
+            for submodel in planned(method, observed.server, client, world)
         ]
         if method.keeps_nets:
             for job in jobs:
@@ -163,6 +166,7 @@ def run_round(
         server_steps=learnt.steps,
         late=None if federation.link.deadline is None else tuple(sorted(outcome.late)),
         attendance=outcome.attendance,
+        plans=recorded_plans(jobs) if observed.was_read else None,
     )
     return RoundResult(new_server, outcome.memory, record, outcome.late)
 

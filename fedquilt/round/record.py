@@ -8,6 +8,7 @@ from typing import Any
 
 from fedquilt.round.engine import Attendance, EvaluationReport
 from fedquilt.round.scores import Grades
+from fedquilt.terms import Submodel
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class Record:
     late: tuple[int, ...] | None = None
     # Requests to devices and what became of them. None: clients are simulated
     attendance: Attendance | None = None
+    # Sub-models that clients trained, by client. (): they are too long to record. None: plans do
+    # not depend on the server's state, so that a report computes them again
+    plans: Mapping[int, tuple[Submodel, ...]] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain values, which JSON can hold.
@@ -46,12 +50,13 @@ class Record:
 
         Figures that do not apply are left out, such as `link_seconds` without a clock or
         `server_macs` of a server that does not train. `late` is a count, and `late_clients` has the
-        numbers. `stacks` is never included.
+        numbers. `plans` has the sub-models of clients as `Submodel.to_dict` writes them. `stacks`
+        is never included.
         """
         record = {
             name: value
             for name, value in vars(self).items()
-            if name not in ("grades", "stacks", "late", "attendance")
+            if name not in ("grades", "stacks", "late", "attendance", "plans")
         }
         if self.link_seconds is None:
             del record["link_seconds"]
@@ -59,6 +64,11 @@ class Record:
             record |= {"late": len(self.late), "late_clients": list(self.late)}
         if self.attendance is not None:
             record["attendance"] = self.attendance.to_dict()
+        if self.plans is not None:
+            record["plans"] = {
+                str(client): [submodel.to_dict() for submodel in submodels]
+                for client, submodels in self.plans.items()
+            }
         for name in ("missing", "bytes_first"):
             if not record[name]:
                 del record[name]
@@ -84,6 +94,11 @@ class Record:
             values["late"] = tuple(plain["late_clients"])
         if "attendance" in plain:
             values["attendance"] = Attendance.from_dict(plain["attendance"])
+        if "plans" in plain:
+            values["plans"] = {
+                int(client): tuple(map(Submodel.from_dict, submodels))
+                for client, submodels in plain["plans"].items()
+            }
         if "accuracy" not in plain:
             return Record(**values)
         metrics = plain["metrics"]

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from fedquilt.errors import FormatError
 from fedquilt.round import Grades, Record
 
 Gap = tuple[int, int]  # First and last of consecutive missing rounds
@@ -26,6 +27,17 @@ NUM_DIGITS = 16  # Hexadecimal digits of a checksum
 MAX_REASON = 200  # Largest number of characters in the description of damage
 
 _CHECK = re.compile(rb', "check": "([0-9a-f]{16}|)-([0-9a-f]{16})"\}$')
+
+# What the parsers of a line raise if its values are wrong
+_UNREADABLE = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    FormatError,
+)
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,7 @@ def parse(content: bytes) -> RoundLog:
     for number, text in enumerate(texts, 1):
         try:
             lines[number] = _line(text, number, previous if number <= num_unchecked else None)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except _UNREADABLE as error:
             damage[number] = str(error)[:MAX_REASON] or type(error).__name__
         if number <= num_unchecked:
             previous = _checksum(previous, text)

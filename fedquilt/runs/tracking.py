@@ -94,7 +94,7 @@ class Tracking(ABC):
 def scalars(record: Record) -> dict[str, float]:
     """Return the finite numbers of a record by name, such as `loss` and `accuracy/0.5`.
 
-    The number of the round and missing values are left out.
+    The number of the round, missing values, and tables such as `attendance` are left out.
     """
     plain = record.to_dict()
     plain.pop("accuracy", None)  # It is one of the metrics.
@@ -108,7 +108,9 @@ def scalars(record: Record) -> dict[str, float]:
     }
     del plain["round"]
     return {
-        name: value for name, value in plain.items() if value is not None and math.isfinite(value)
+        name: value
+        for name, value in plain.items()
+        if isinstance(value, int | float) and math.isfinite(value)
     }
 
 

@@ -17,7 +17,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.methods import METHODS
 from fedquilt.runs.experiment import Experiment
 from fedquilt.tasks import TASKS
-from tests.conftest import load_script, shortened
+from tests.conftest import shortened
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -158,18 +158,6 @@ def test_the_tables_are_complete() -> None:
         assert list((ROOT / "fedquilt").rglob(file)), file
     for path in re.findall(r"\]\(((?!http)[^)]+)\)", README):
         assert (ROOT / path).exists(), path
-
-
-def test_the_figure_shows_what_methods_plan() -> None:
-    """HeteroFL never trains the last half of the channels, and a window reaches all of them."""
-    assert (ROOT / "docs" / "windows.png").stat().st_size <= 100_000
-    script = load_script("tools/windows.py")
-    counts = {name: script.training_counts(method, 32) for name, method in script.METHODS.items()}
-    assert set(counts) == {"HeteroFL", "Federated Dropout", "FedRolex"}
-    assert counts["HeteroFL"][:, 0].tolist() == [3] * 4 + [2] * 4 + [1] * 8 + [0] * 16
-    assert (counts["HeteroFL"] == counts["HeteroFL"][:, :1]).all()
-    assert counts["FedRolex"].sum(1).unique().tolist() == [16 + 8 + 4]
-    assert all(count.sum(0).unique().tolist() == [28] for count in counts.values())
 
 
 def test_the_extras_are_those_of_the_package() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 
 import pytest
 
 import fedquilt as fq
 from fedquilt.axes import Positions
+from fedquilt.errors import FedquiltError
 from fedquilt.family.cut import prefix
 from fedquilt.report.quilt import MAX_COLUMNS, StateReadError, quilt_of
+from fedquilt.round import Record
 from fedquilt.round.engine import Attendance
 from tests.growing import growing
 from tests.unit.report.conftest import record
@@ -151,7 +154,61 @@ class ByWeight(fq.methods.Method):
         return [replace(member, index=index)]
 
 
-def test_a_plan_that_reads_weights_has_no_quilt(prepared):
+def test_positions_of_a_plan_that_reads_weights_are_recorded(prepared, monkeypatch):
+    run = prepared(ByWeight(), clients=4, cohort=2)
+    plans = []
+    monkeypatch.setattr(ByWeight, "plan", planning(ByWeight.plan, plans))
+    run.train(3)
+    recorded = [Record.from_dict(json.loads(json.dumps(item.to_dict()))) for item in run.records]
+    assert [item.plans for item in recorded] == [item.plans for item in run.records]
+    quilt = quilt_of(prepared(ByWeight(), clients=4, cohort=2), recorded)
+    (axis,) = quilt.axes
+    expected = {}
+    for round, submodel in plans[:6]:
+        expected.setdefault(round + 1, set()).update(submodel.index[axis.name])
+    assert trained(quilt, axis.name) == expected
+    assert quilt.recorded
+
+    # A plan that is too long is left out, and the quilt says so.
+    monkeypatch.setattr("fedquilt.round.observed_state.MAX_PLAN_BYTES", 10)
+    run.train(4)
+    assert set(run.records[-1].plans.values()) == {()}
+    quilt = quilt_of(run, run.records)
+    assert quilt.unrecorded == 2
+    assert sorted(trained(quilt, axis.name)) == [1, 2, 3]
+
+
+def test_recorded_plans_that_do_not_fit_the_model_are_refused(prepared):
+    run = prepared(ByWeight())
+    run.train(1)
+    (axis,) = run.records[0].plans[0][0].index
+    for index in ({"none": [[0, 1]]}, {axis: [[0, 99]]}, {axis: [[5, 10**30]]}):
+        plain = json.loads(json.dumps(run.records[0].to_dict()))
+        for plan in plain["plans"].values():
+            plan[0]["index"] = index
+        with pytest.raises(FedquiltError):
+            quilt_of(run, [Record.from_dict(plain)])
+
+
+def planning(plan, seen):
+    """Return a plan that notes its results with their round."""
+
+    def noting(self, server, client, world):
+        submodels = plan(self, server, client, world)
+        seen.extend((server.round, submodel) for submodel in submodels)
+        return submodels
+
+    return noting
+
+
+def test_plans_that_do_not_read_the_state_are_not_recorded(prepared):
+    run = prepared(fq.methods.FedRolex(), clients=4, cohort=2)
+    run.train(2)
+    assert [item.plans for item in run.records] == [None, None]
+    assert "plans" not in run.records[0].to_dict()
+
+
+def test_a_plan_that_reads_weights_and_was_not_recorded_has_no_quilt(prepared):
     run = prepared(ByWeight())
     with pytest.raises(StateReadError, match="ByWeight depends on the weights"):
         quilt_of(run, records(1))
