@@ -8,6 +8,7 @@ import pytest
 
 import fedquilt as fq
 from fedquilt.methods import METHODS
+from fedquilt.methods.rafl_nets import knowledge_net, macs_of, private_nets
 from fedquilt.runs.experiment import Experiment
 from fedquilt.studies.papers import Preset, papers, parsed_preset
 
@@ -26,7 +27,7 @@ def table(request: pytest.FixtureRequest) -> Preset:
     return parsed_preset(request.param)
 
 
-def test_the_issue_names_five_grounds() -> None:
+def test_there_are_five_grounds() -> None:
     assert [name.partition("/")[2] for name in TABLES] == [
         "cifar10-three-labels",
         "cifar10-two-labels",
@@ -97,6 +98,25 @@ def test_the_bound_on_bytes_is_what_heterofl_sends(name: str, shape: tuple[int, 
     sent = 2 * 4 * sum(sizes) / len(sizes) * settings["fleet"]["cohort"] * settings["rounds"]
     bound = float(column.value.split()[1])
     assert sent <= bound <= 1.03 * sent
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("cifar10-two-labels", (3, 32, 32)),
+        ("digits5-domains", (3, 28, 28)),
+        ("mnist-writers", (1, 28, 28)),
+    ],
+)
+def test_a_net_is_found_within_every_limit_of_rafl(name: str, shape: tuple[int, ...]) -> None:
+    settings = rows(f"ground/{name}")["RaFL"]
+    data = {"name": "generated", "shape": list(shape), "train": 1078, "test": 10}
+    data |= {"partition": "iid"}
+    ground = Experiment.of({**settings, "data": data, "seed": 0}).ground()
+    family = ground.family
+    assert family.member(knowledge_net(family)).macs <= settings["model"]["knowledge_macs"]
+    smallest = min(macs_of(family, net) for net in private_nets(family))
+    assert all(budget.macs is not None and smallest <= budget.macs for budget in ground.fleet.kinds)
 
 
 def test_nothing_claims_a_number_that_was_not_measured(table: Preset) -> None:
