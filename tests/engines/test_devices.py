@@ -38,10 +38,13 @@ def test_every_method_gives_the_same_numbers_on_devices(name, family, play, make
 
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("name", QUICK_METHODS)
+@pytest.mark.parametrize(
+    "family", ["residual", pytest.param("language", marks=pytest.mark.slow)], indirect=True
+)
 def test_every_method_over_every_link_gives_the_same_numbers_on_devices(
-    name, link, residual, play, make_data
+    name, link, family, play, make_data
 ):
-    truth, other, courier = both(name, residual, play, make_data, link=LINKS[link])
+    truth, other, courier = both(name, family, play, make_data, link=LINKS[link])
     assert_same_training(truth, other)
     assert_same_states(truth.server.memory, device_states(courier, other))
 
