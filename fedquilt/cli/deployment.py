@@ -48,7 +48,8 @@ SamplesOption = Annotated[
     Literal["both", "test", "calibration", "none"] | None,
     tyro.conf.arg(metavar="both|test|calibration|none", **_quiet),
 ]
-DEADLINE_SECONDS = 600.0
+# Options of `serve` with the names of `RoundRules`.
+RULES = ("deadline", "least", "enough", "max_rms", "max_rms_ratio")
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,13 @@ class ServeCommand:
     # SuperLink on this machine that is used instead of starting one, with its own SuperExec
     superlink: SuperLinkAddress = None
     deadline: Real = None  # seconds that devices have in a round; 600 if not given
-    least: Whole = None  # devices that have to be online before a round begins; 1 if not given
+    # devices that have to be online before a round begins, and to reply in it; 1 if not given
+    least: Whole = None
+    enough: Whole = None  # valid replies after which a round closes; if not given it waits for all
+    # largest root mean square of the change of a weight; replies above it are refused
+    max_rms: Real = None
+    # replies are refused whose change is larger than this multiple of the round's median
+    max_rms_ratio: Real = None
     # client of a run that is resumed, whose device is not asked any more; may be given again
     strike_off: Clients = ()
     # samples of the server's data that are used: test samples for evaluation, training samples for
@@ -131,6 +138,7 @@ class ServeCommand:
 
         with output(self.json) as (console, stdout):
             from fedquilt.deployment.keys import KeyFolder
+            from fedquilt.deployment.round_rules import RoundRules
             from fedquilt.deployment.server import WORKPLACE
             from fedquilt.deployment.serving import Address, begin, opened, places, strike_off
             from fedquilt.runs.experiment import Experiment
@@ -145,12 +153,10 @@ class ServeCommand:
                 read_settings(config, self.trust, recorded=True)  # It may name foreign code.
             keys = None if self.keys is None else KeyFolder(self.keys)
             address = Address(self.host or "127.0.0.1", self.port or 0, keys, self.superlink)
-            deadline = DEADLINE_SECONDS if self.deadline is None else self.deadline
-            if not 1 <= deadline <= 7 * 24 * 3600:
-                raise ConfigError(f"--deadline {deadline} was asked for; 1 s to a week would work.")
-            least = 1 if self.least is None else self.least
+            given = {name: getattr(self, name) for name in RULES}
+            rules = RoundRules(**{name: rule for name, rule in given.items() if rule is not None})
             experiment, request = begin(
-                self.out, experiment, self.clients, address, deadline, least, self.samples
+                self.out, experiment, self.clients, address, rules, self.samples
             )
             strike_off(self.out, self.strike_off)
             with opened(self.out, address) as service:

@@ -15,7 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from fedquilt.deployment.host import DeviceHost, DeviceSettings
 from fedquilt.deployment.in_process import own_data
 from fedquilt.deployment.joining import parse_budget
 from fedquilt.deployment.keys import check_installed
+from fedquilt.deployment.round_rules import RoundRules
 from fedquilt.deployment.server import (
     REQUEST,
     SETTINGS,
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 DEVICES = "devices"  # Folder with the states of nodes that name no other, below `WORKPLACE`
-DEADLINE_SECONDS = 600.0  # Time that nodes have in a round, unless the settings have another
 LOOK_SECONDS = 0.5  # Time between two looks at the run
 MAX_HOSTS = 32  # Nodes whose samples one process keeps in memory
 NODE_SETTINGS = ("name", "data", "budget", "state", "device", "threads")
@@ -76,8 +76,7 @@ class AppSettings:
 
     out: Path  # Folder of the run on the server
     experiment: Experiment  # Method, model, data and the other settings of `fedquilt run`
-    deadline: float = DEADLINE_SECONDS  # Seconds that nodes have in a round
-    least: int = 1  # Nodes that have to be online before a round begins
+    rules: RoundRules = RoundRules()  # Deadline of rounds, and the other rules of `fedquilt serve`
 
     @staticmethod
     def read(config: UserConfig) -> AppSettings:
@@ -101,8 +100,7 @@ class AppSettings:
             if isinstance(value, str) and value.startswith("["):
                 table[key] = parse_assignment(f"value={value}")[1]
         out = Path(str(settings.pop("out", ""))).expanduser()
-        deadline = _number(settings, "deadline", DEADLINE_SECONDS)
-        least = int(_number(settings, "least", 1))
+        rules = _rules(settings)
         if not out.is_absolute():
             raise ConfigError(
                 f"out = {str(out)!r} was asked for in the app's config; an absolute path or one "
@@ -114,12 +112,7 @@ class AppSettings:
             raise ConfigError(
                 "the app's config has no fleet.clients; it is the number of nodes to wait for."
             )
-        if not 1 <= least <= num_clients:
-            raise ConfigError(
-                f"least = {least} was asked for in the app's config; 1 to fleet.clients "
-                f"({num_clients}) would work."
-            )
-        return AppSettings(out, experiment, deadline, least)
+        return AppSettings(out, experiment, rules.check(num_clients, "the app's config: "))
 
     @property
     def num_clients(self) -> int:
@@ -142,7 +135,7 @@ class AppSettings:
                     "settings is there. Another folder begins a new run."
                 )
             request = ServeRequest.load(self.out)
-            request = ServeRequest(request.run_id, self.num_clients, self.deadline, self.least)
+            request = ServeRequest(request.run_id, self.num_clients, self.rules)
             request.save(self.out)
             return
         if holds_a_run(self.out):
@@ -150,7 +143,7 @@ class AppSettings:
                 f"out = {str(self.out)!r} was asked for in the app's config; a run is there that "
                 "was not deployed. Another folder would work."
             )
-        request = ServeRequest(ServeRequest.new_id(), self.num_clients, self.deadline, self.least)
+        request = ServeRequest(ServeRequest.new_id(), self.num_clients, self.rules)
         write_request(self.out, self.experiment, request)
 
 
@@ -385,6 +378,16 @@ def _code(experiment: Experiment) -> str | None:
     """Return the model that the app's config names, if it is code of the app."""
     names = [model.name for model in experiment.models if is_reference(model.name)]
     return names[0] if len(experiment.models) == 1 and names else None
+
+
+def _rules(settings: dict[str, Any]) -> RoundRules:
+    """Remove the rules of rounds from settings, and return them.
+
+    Raises:
+        ConfigError: A rule is no finite number above 0.
+    """
+    names = [rule.name for rule in fields(RoundRules) if rule.name in settings]
+    return RoundRules.from_dict({name: _number(settings, name, 0.0) for name in names})
 
 
 def _number(settings: dict[str, Any], key: str, default: float) -> float:

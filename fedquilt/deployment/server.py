@@ -27,6 +27,7 @@ from fedquilt.deployment.enrolment import Enrolment, ServerFacts, refuse_searche
 from fedquilt.deployment.grid import ENROL_SECONDS, GridCourier
 from fedquilt.deployment.registrar import Registrar, RosterChangedError
 from fedquilt.deployment.roster import ROSTER, Roster
+from fedquilt.deployment.round_rules import RoundRules
 from fedquilt.deployment.terms import Terms
 from fedquilt.engines.flower.engine import Flower
 from fedquilt.engines.flower.evaluation import SamplesName, ServerSamples
@@ -63,8 +64,7 @@ class ServeRequest:
 
     run_id: str  # Identity of the run, which is the same after a resume
     num_clients: int  # Devices to wait for
-    deadline: float  # Seconds that devices have in a round
-    least: int = 1  # Devices that have to be online before a round begins
+    rules: RoundRules = RoundRules()
     keys: tuple[str, ...] = ()  # Public keys in the order of clients. Empty: by the device's name
     # Samples of the server that evaluation uses. Devices use theirs for the rest
     samples: SamplesName = "both"
@@ -74,8 +74,7 @@ class ServeRequest:
         plain = {
             "run_id": self.run_id,
             "num_clients": self.num_clients,
-            "deadline": self.deadline,
-            "least": self.least,
+            "rules": self.rules.to_dict(),
             "keys": list(self.keys),
             "samples": self.samples,
         }
@@ -97,8 +96,7 @@ class ServeRequest:
             return ServeRequest(
                 str(plain["run_id"]),
                 int(plain["num_clients"]),
-                float(plain["deadline"]),
-                int(plain["least"]),
+                RoundRules.from_dict(plain["rules"]),
                 tuple(map(str, plain["keys"])),
                 samples,
             )
@@ -367,7 +365,7 @@ def enrol(folder: Path, registrar: Registrar, roster: Roster, request: ServeRequ
         if text != shown:
             Status("waiting", text).save(folder)
             shown = text
-        if len(ready) >= (request.num_clients if is_new else request.least):
+        if len(ready) >= (request.num_clients if is_new else request.rules.least):
             break
         time.sleep(WAIT_SECONDS)
     if is_new:
@@ -415,9 +413,12 @@ def prepared(
         courier=courier,
         run_id=request.run_id,
         terms=Terms.of,
-        deadline=request.deadline,
+        deadline=request.rules.deadline,
+        enough=request.rules.enough,
+        max_rms=request.rules.max_rms,
+        max_rms_ratio=request.rules.max_rms_ratio,
         sizes={entry.client: entry.size for entry in courier.roster},
-        least=request.least,
+        least=request.rules.least,
         server_samples=ServerSamples.of(request.samples),
         arrivals=courier.roster.arrivals(),
         registrar=registrar,

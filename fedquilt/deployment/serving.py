@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from fedquilt.deployment.keys import (
     public_key_text,
 )
 from fedquilt.deployment.roster import ROSTER, Roster
+from fedquilt.deployment.round_rules import RoundRules
 from fedquilt.deployment.server import (
     REQUEST,
     SETTINGS,
@@ -42,6 +44,7 @@ LOOK_SECONDS = 0.5  # Time between two looks at the run
 APP_SECONDS = 180.0  # Time until a ServerApp that was submitted reports
 SUBMIT_SECONDS = 300.0  # Time in which a ServerApp is submitted to a SuperLink that is away
 MAX_STARTS = 20  # ServerApps that are started for one call of serve
+MIN_FREE_BYTES = 64 << 20  # Space on disk, below which a run that failed waits
 
 
 def is_loopback(host: str) -> bool:
@@ -115,8 +118,7 @@ def begin(
     experiment: Experiment | None,
     num_clients: int | None,
     address: Address,
-    deadline: float,
-    least: int,
+    rules: RoundRules,
     samples: SamplesName | None = None,
 ) -> tuple[Experiment, ServeRequest]:
     """Write the request of a new run, or return that of a run which is resumed.
@@ -126,8 +128,7 @@ def begin(
         experiment: Settings. None: those in the folder.
         num_clients: Devices to wait for. None: one for each key, or the fleet's number.
         address: Where devices connect.
-        deadline: Seconds that devices have in a round.
-        least: Devices that have to be online before a round begins.
+        rules: When rounds begin, close and count.
         samples: Samples of the server that evaluation uses. None: those of the run that is resumed,
             or all.
 
@@ -136,9 +137,10 @@ def begin(
     """
     check_installed()
     address.check()
-    for name, number in (("--clients", num_clients), ("--least", least)):
-        if number is not None and number < 1:
-            raise ConfigError(f"{name} {number} was asked for; whole numbers from 1 on would work.")
+    if num_clients is not None and num_clients < 1:
+        raise ConfigError(
+            f"--clients {num_clients} was asked for; whole numbers from 1 on would work."
+        )
     if (folder / WORKPLACE / REQUEST).exists():
         stored = ServeRequest.load(folder)
         settings = folder / WORKPLACE / SETTINGS
@@ -155,8 +157,7 @@ def begin(
             )
         request = replace(
             stored,
-            deadline=deadline,
-            least=least,
+            rules=rules.check(stored.num_clients),
             keys=address.public_keys or stored.keys,
             samples=samples or stored.samples,
         )
@@ -182,10 +183,8 @@ def begin(
             f"`fedquilt keys {address.keys.path if address.keys else ''} --devices {count}` adds "
             "keys."
         )
-    if least > count:
-        raise ConfigError(f"--least {least} was asked for; there are {count} clients.")
     used = samples or "both"
-    request = ServeRequest(ServeRequest.new_id(), count, deadline, least, keys, used)
+    request = ServeRequest(ServeRequest.new_id(), count, rules.check(count), keys, used)
     write_request(folder, experiment, request)
     return experiment, request
 
@@ -320,11 +319,14 @@ class Service:
                 num_seen = self._show(watch, num_seen)
             if status and status.state == "finished":
                 return
-            if status and status.state == "failed":
+            is_failed = status is not None and status.state == "failed"
+            is_full = is_failed and self._wait_for_space(say)
+            if status and is_failed and not is_full:
                 raise ConfigError(f"the run in {self.folder} failed ({status.kind}): {status.text}")
             is_gone = status is not None and not _is_alive(status.process)
             is_late = status is None and time.monotonic() - began > APP_SECONDS
-            if is_gone or is_late:
+            if is_gone or is_late or is_full:
+                self._wait_for_space(say)
                 if self.starts >= MAX_STARTS:
                     raise ConfigError(
                         f"the ServerApp ended {self.starts} times; its log is "
@@ -335,6 +337,27 @@ class Service:
                 began = time.monotonic()
             time.sleep(LOOK_SECONDS)
 
+    def _wait_for_space(self, say: Callable[[str], None]) -> bool:
+        """Wait while the disk of the run is full. Return True if it was.
+
+        A ServerApp that cannot save a round fails. Started again, it resumes from the round before.
+
+        Args:
+            say: Prints a line.
+        """
+        is_full = False
+        while free_bytes(self.folder) < MIN_FREE_BYTES:
+            if not is_full:
+                say(
+                    f"The disk of {self.folder} is full. The run continues from the last round "
+                    f"once {MIN_FREE_BYTES >> 20} MiB are free."
+                )
+            is_full = True
+            time.sleep(LOOK_SECONDS)
+        if is_full:
+            say(f"The disk of {self.folder} has space again.")
+        return is_full
+
     def _show(self, watch: Callable[[Record], None], num_seen: int) -> int:
         """Show the rounds that are new, and return the number of the last round."""
         if not (self.folder / "rounds.jsonl").exists():
@@ -344,6 +367,11 @@ class Service:
             if record.round > num_seen:
                 watch(record)
         return records[-1].round if records else num_seen
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the space that is left on the disk of a folder."""
+    return shutil.disk_usage(folder).free
 
 
 def _is_alive(process: int) -> bool:

@@ -24,8 +24,10 @@ from fedquilt.deployment.host import DeviceHost, DeviceSettings
 from fedquilt.deployment.in_process import own_data
 from fedquilt.deployment.replay import Replay, attendances_of, changes_of
 from fedquilt.deployment.roster import ROSTER, Roster
+from fedquilt.deployment.round_rules import RoundRules
 from fedquilt.deployment.server import REQUEST, WORKPLACE, ServeRequest, Status, write_request
 from fedquilt.engines.flower.courier import CourierReply
+from fedquilt.errors import TrainingError
 from fedquilt.round.wire import Message
 from fedquilt.runs.experiment import Experiment
 from fedquilt.runs.folder_files import read_records
@@ -105,9 +107,11 @@ class Scene:
         settings = DeviceSettings(f"device {number}", "own", Budget(share=share), state)
         return DeviceHost(settings, own_data(data or self.data, number))
 
-    def begin(self, num_clients: int, keys: Sequence[str] = ()) -> None:
+    def begin(
+        self, num_clients: int, keys: Sequence[str] = (), rules: RoundRules = RoundRules(60.0)
+    ) -> None:
         """Write the request of a new run."""
-        request = ServeRequest("run1", num_clients, 60.0, keys=tuple(keys))
+        request = ServeRequest("run1", num_clients, rules, keys=tuple(keys))
         write_request(self.out, Experiment.of(self.settings), request)
 
     def serve(
@@ -361,4 +365,23 @@ def test_a_resume_with_another_method_is_refused_though_the_fleet_may_change(
     (scene.out / "config.toml").write_text(text.replace("shift = 1", "shift = 2"))
     assert (scene.out / WORKPLACE / REQUEST).exists()
     with pytest.raises(fq.errors.ConfigError, match="shift: 1 there, 2 here"):
+        scene.serve(monkeypatch, hosts)
+
+
+def test_a_round_closes_once_enough_devices_have_replied(make_scene, monkeypatch):
+    scene = make_scene(rounds=2)
+    scene.begin(3, rules=RoundRules(60.0, least=1, enough=2))
+    scene.serve(monkeypatch, {number: scene.host(number, 1.0) for number in range(3)})
+    for record in read_records(scene.out):
+        assert record.attendance is not None
+        assert len(record.attendance.asked) == 3
+        assert len(record.attendance.replied) == 2
+    scene.check(scene.truth([1.0] * 3, 2))
+
+
+def test_changes_above_the_servers_bound_are_refused(make_scene, monkeypatch):
+    scene = make_scene(rounds=2)
+    scene.begin(2, rules=RoundRules(60.0, max_rms=1e-9))
+    hosts = {number: scene.host(number, 1.0) for number in range(2)}
+    with pytest.raises(TrainingError, match="too few of the clients of round 1 have replied"):
         scene.serve(monkeypatch, hosts)

@@ -21,6 +21,7 @@ from fedquilt.deployment.enrolment import Enrolment, ServerFacts
 from fedquilt.deployment.envelope import pack, unpack
 from fedquilt.deployment.flower import AppSettings, _reply, client_app, server_app
 from fedquilt.deployment.keys import KeyFolder, make_keys, public_key_text
+from fedquilt.deployment.round_rules import RoundRules
 from fedquilt.deployment.server import ServeRequest
 from fedquilt.deployment.simulated import KeyedGrid, partition_key, state_partition
 from fedquilt.errors import ConfigError
@@ -64,7 +65,7 @@ def test_the_example_has_settings_of_a_run_and_lists_as_text(config):
     assert settings.num_clients == 3
     fleet = settings.experiment.fleet.fleet(3)
     assert [fleet.budget(client, 0, 0).share for client in range(3)] == [1.0, 0.5, 0.25]
-    assert (settings.deadline, settings.least) == (600.0, 1)
+    assert settings.rules == RoundRules(deadline=600.0, least=1)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,8 @@ def test_the_example_has_settings_of_a_run_and_lists_as_text(config):
         ({"out": "runs/here"}, "an absolute path"),
         ({"deadline": -1}, "a number above 0"),
         ({"least": float("inf")}, "a number above 0"),
-        ({"least": 4}, "1 to fleet.clients"),
+        ({"least": 4}, "the app's config: least 4 was asked for; there are 3 clients"),
+        ({"enough": 9}, "the app's config: enough 9"),
         ({"method.shft": 1}, "shft"),
     ],
 )
@@ -94,7 +96,7 @@ def test_a_folder_is_begun_once_and_resumed_with_the_same_settings(config):
     first = ServeRequest.load(settings.out)
     AppSettings.read({**config, "deadline": 5.0}).begin()
     again = ServeRequest.load(settings.out)
-    assert (again.run_id, again.deadline) == (first.run_id, 5.0)
+    assert (again.run_id, again.rules.deadline) == (first.run_id, 5.0)
     with pytest.raises(ConfigError, match="other settings"):
         AppSettings.read({**config, "rounds": 9}).begin()
 

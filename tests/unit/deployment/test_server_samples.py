@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from fedquilt.deployment.round_rules import RoundRules
 from fedquilt.deployment.server import REQUEST, WORKPLACE, ServeRequest
 from fedquilt.engines.flower.evaluation import ServerSamples
 from fedquilt.errors import RecordError
@@ -23,7 +24,7 @@ from fedquilt.runs.folder_files import lacking_samples
 )
 def test_the_choice_survives_writing_and_decides_if_data_is_measured_on(name, expected, tmp_path):
     (tmp_path / WORKPLACE).mkdir()
-    request = ServeRequest("run1", 3, 60.0, samples=name)
+    request = ServeRequest("run1", 3, RoundRules(60.0), samples=name)
     request.save(tmp_path)
     assert ServeRequest.load(tmp_path) == request
     assert ServerSamples.of(name) == expected
@@ -34,7 +35,7 @@ def test_the_choice_survives_writing_and_decides_if_data_is_measured_on(name, ex
 
 def test_a_request_of_an_earlier_version_uses_all_samples(tmp_path):
     (tmp_path / WORKPLACE).mkdir()
-    ServeRequest("run1", 3, 60.0, samples="none").save(tmp_path)
+    ServeRequest("run1", 3, RoundRules(60.0), samples="none").save(tmp_path)
     file = tmp_path / WORKPLACE / REQUEST
     plain = json.loads(file.read_text())
     file.write_text(json.dumps({key: plain[key] for key in plain if key != "samples"}))

@@ -110,6 +110,36 @@ def test_a_run_goes_on_after_its_superlink_and_its_server_app_have_ended(service
     assert "The ServerApp had ended. It is started again and resumes the run." in said
 
 
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_failure_on_a_full_disk_is_waited_out_and_any_other_is_an_error(
+    is_full, service, tmp_path, monkeypatch
+):
+    made = service((0, ""))
+    said: list[str] = []
+    free = iter([0, 0, serving.MIN_FREE_BYTES]) if is_full else iter([])
+    monkeypatch.setattr(serving, "free_bytes", lambda _: next(free, serving.MIN_FREE_BYTES))
+    flwr = made.link.flwr
+
+    def submitted(*arguments: str) -> subprocess.CompletedProcess[str]:
+        state = "failed" if made.starts == 0 else "finished"
+        Status(state, "rounds.jsonl could not be written", "RecordError").save(tmp_path)
+        return flwr(*arguments)
+
+    made.link.flwr = submitted
+    if not is_full:
+        with pytest.raises(ConfigError, match="could not be written"):
+            made.follow(said.append, lambda _: lambda _: None)
+        return
+    made.follow(said.append, lambda _: lambda _: None)
+    assert made.starts == 2
+    assert said == [
+        f"The disk of {tmp_path} is full. The run continues from the last round once 64 MiB are "
+        "free.",
+        f"The disk of {tmp_path} has space again.",
+        "The ServerApp had ended. It is started again and resumes the run.",
+    ]
+
+
 def test_a_key_that_is_registered_already_is_accepted_and_a_refused_one_is_not(service, tmp_path):
     key = tmp_path / "device-1.pub"
     key.write_text("ecdsa-sha2-nistp384 AAAA device-1\n")

@@ -10,6 +10,7 @@ pytest.importorskip("flwr")
 from fedquilt.deployment.enrolment import Enrolment
 from fedquilt.deployment.registrar import Registrar
 from fedquilt.deployment.roster import ROSTER, Roster
+from fedquilt.deployment.round_rules import RoundRules
 from fedquilt.deployment.server import ServeRequest, Status, enrol, write_request
 from fedquilt.deployment.serving import strike_off
 from fedquilt.errors import ConfigError
@@ -40,7 +41,7 @@ def begun(tmp_path):
     devices = {
         key: Enrolment(f"device {number}", Budget(share=0.5), 20) for number, key in enumerate(KEYS)
     }
-    request = ServeRequest("run1", 3, 60.0, keys=tuple(KEYS))
+    request = ServeRequest("run1", 3, RoundRules(60.0), keys=tuple(KEYS))
     write_request(tmp_path, Experiment.of({"method": "fedavg", "data": "digits"}), request)
     enrol(tmp_path, Registrar(Courier(devices)), Roster(), request)
     return tmp_path, devices, request
