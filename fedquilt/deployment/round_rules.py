@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from fedquilt.errors import ConfigError
@@ -60,8 +60,7 @@ class RoundRules:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rules as plain values. None stands for an infinite bound."""
-        values = {rule.name: getattr(self, rule.name) for rule in fields(self)}
-        return {name: None if value == math.inf else value for name, value in values.items()}
+        return {name: None if rule == math.inf else rule for name, rule in vars(self).items()}
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> RoundRules:
@@ -74,9 +73,9 @@ class RoundRules:
             ValueError: A value is no number.
             TypeError: A value is neither a number nor a text.
         """
-        rules = {}
-        for rule in fields(RoundRules):
-            if rule.name in plain:
-                value = plain[rule.name]
-                rules[rule.name] = math.inf if value is None else type(rule.default)(value)
+        rules: dict[str, Any] = {}
+        for name, default in vars(RoundRules()).items():
+            if name in plain:
+                value = plain[name]
+                rules[name] = math.inf if value is None else type(default)(value)
         return RoundRules(**rules)
