@@ -248,7 +248,7 @@ class CustomizableModel(nn.Module):
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Return the shares that can be set."""
+        """Return the shares that can be set, in the order in which they were asked for."""
         return tuple(self.plan.nets_by_share)
 
     @property

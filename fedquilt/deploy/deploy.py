@@ -53,7 +53,7 @@ class Deployed:
 
     @property
     def share(self) -> float:
-        """Return the share of channels that the widest axis keeps, added up over the nets."""
+        """Return the largest share of channels that an axis keeps, added up over the nets."""
         return total_share(self.family, self.nets)
 
     def module(self, robustness: float | None = None) -> nn.Module:
@@ -357,7 +357,7 @@ def total_cost(family: Family, nets: Submodels) -> Cost:
 
 
 def total_share(family: Family, nets: Submodels) -> float:
-    """Return the share of channels that the widest axis keeps, added up over the nets.
+    """Return the largest share of channels that an axis keeps, added up over the nets.
 
     It is above 1 if nets together are wider than the whole model.
     """

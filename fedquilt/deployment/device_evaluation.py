@@ -263,6 +263,10 @@ class _Bench:
     ) -> dict[str, Tensor]:
         """Return all weights of a task's nets, by scope and name.
 
+        They are the weights of the request (source "server"), those that the device has kept
+        (source "memory"), or those that the client receives in training, completed with what the
+        device has kept (source "client").
+
         Args:
             task: The task.
             sent: What the server sent.

@@ -376,14 +376,18 @@ def enrol(folder: Path, registrar: Registrar, roster: Roster, request: ServeRequ
 
 
 def in_order(introduced: Mapping[str, Enrolment], keys: Sequence[str]) -> dict[str, Enrolment]:
-    """Return devices in the order in which they get numbers: that of keys, then of names.
+    """Return devices in the order in which they get numbers.
+
+    Devices whose key is in `keys` come first, in that order. The others follow by name.
 
     Args:
         introduced: What devices say, by public key.
         keys: Public keys in the order of clients.
     """
     order = {key: number for number, key in enumerate(keys)}
-    ranked = sorted(introduced, key=lambda key: (order.get(key, 0), introduced[key].name, key))
+    ranked = sorted(
+        introduced, key=lambda key: (order.get(key, len(order)), introduced[key].name, key)
+    )
     return {key: introduced[key] for key in ranked}
 
 

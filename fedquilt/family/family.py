@@ -356,7 +356,7 @@ class Family(TracedModel):
         return self.fitter.excess(tuple(map(self.member, nets)), budget, step)
 
     def width(self, member: Arch | Submodel | Member) -> float:
-        """Return the share of its channels that the widest dimension of a member keeps.
+        """Return the largest share of channels that a dimension of a member keeps.
 
         Only dimensions that can be cut count. It is 1 if there are none.
         """

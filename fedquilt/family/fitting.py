@@ -223,7 +223,7 @@ class Fitter:
         return weights + max(member.inference_activations for member in members)
 
     def width(self, member: Arch | Submodel | Member) -> float:
-        """Return the share of its channels that the widest dimension of a member keeps.
+        """Return the largest share of channels that a dimension of a member keeps.
 
         Only dimensions that can be cut count. It is 1 if there are none.
         """

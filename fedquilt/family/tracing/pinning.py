@@ -154,7 +154,8 @@ def settle_output(
 def settle(facts: Facts, heads: Heads) -> None:
     """Decide what depends on all calls: slices of tables, split dimensions and nested groups.
 
-    Dimensions are pinned or fixed in-place.
+    Dimensions that cannot be cut are marked in-place. Those of tables are pinned, which removes
+    their axes. The others are fixed: they keep the names of their axes.
 
     Args:
         facts: Facts that the rules have collected.

@@ -60,7 +60,10 @@ class ServerTraining:
 
     @property
     def steps_per_check(self) -> int:
-        """Return the steps between two comparisons: `check_every`, or `steps` if that is less."""
+        """Return the steps between two comparisons of a net with its teacher.
+
+        They are `check_every`, or `steps` if that is less.
+        """
         return min(self.check_every, self.steps)
 
     def shortened(self) -> Self:
