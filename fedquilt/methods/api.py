@@ -27,13 +27,13 @@ The names are grouped by the order in which a round uses them:
   raises.
 """
 
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
 from fedquilt import noise
 from fedquilt.axes import Index, Positions
 from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import BudgetError, ConfigError, FedquiltError, SubmodelError, TrainingError
-from fedquilt.errors.renamed import API_NAMES
+from fedquilt.errors.renamed import API_NAMES as _EARLIER_NAMES
 from fedquilt.family.cost import Cost, TrainingStep
 from fedquilt.family.cut import Cutter, highest, prefix, scattered, windows
 from fedquilt.family.family import Family, Rounding
@@ -120,14 +120,14 @@ from fedquilt.terms import (
 )
 
 # Type checkers do not see this function. For them, every name would exist.
-if not TYPE_CHECKING:
+if not _typing.TYPE_CHECKING:
 
-    def __getattr__(name: str) -> Any:
-        if name in API_NAMES:
+    def __getattr__(name: str) -> object:
+        if name in _EARLIER_NAMES:
             # Python would replace an AttributeError by an ImportError without the new name.
             raise ImportError(
                 f"there is no fedquilt.methods.api.{name}. It is "
-                f"fedquilt.methods.api.{API_NAMES[name]} now."
+                f"fedquilt.methods.api.{_EARLIER_NAMES[name]} now."
             )
         raise AttributeError(f"module 'fedquilt.methods.api' has no attribute {name!r}")
 
