@@ -44,7 +44,8 @@ LOOK_SECONDS = 0.5  # Time between two looks at the run
 APP_SECONDS = 180.0  # Time until a ServerApp that was submitted reports
 SUBMIT_SECONDS = 300.0  # Time in which a ServerApp is submitted to a SuperLink that is away
 MAX_STARTS = 20  # ServerApps that are started for one call of serve
-MIN_FREE_BYTES = 64 << 20  # Space on disk, below which a run that failed waits
+MIN_FREE_BYTES = 64 << 20  # Space on disk, below which a run that could not be saved waits
+STORAGE_ERRORS = ("RecordError", "OSError")  # Errors of files that could not be written
 
 
 def is_loopback(host: str) -> bool:
@@ -320,7 +321,8 @@ class Service:
             if status and status.state == "finished":
                 return
             is_failed = status is not None and status.state == "failed"
-            is_full = is_failed and self._wait_for_space(say)
+            may_be_full = status is not None and status.kind in STORAGE_ERRORS
+            is_full = is_failed and may_be_full and self._wait_for_space(say)
             if status and is_failed and not is_full:
                 raise ConfigError(f"the run in {self.folder} failed ({status.kind}): {status.text}")
             is_gone = status is not None and not _is_alive(status.process)

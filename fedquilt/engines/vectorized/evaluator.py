@@ -84,9 +84,8 @@ class Evaluator:
             spec = evaluation.spec(self.engine.method.local.norm)
             size = self._batch_size(spec, batch_size)
             batches = batched(evaluation.samples.to(self.engine.device), size)
-            if (
-                evaluation.class_mask is None and not task.collected
-            ):  # A captured pass gives only sums
+            # A captured pass gives only sums.
+            if evaluation.class_mask is None and not task.collected:
                 net = id(evaluation.weights), spec
                 if net in running:
                     previous, captured = running.pop(net)

@@ -110,9 +110,11 @@ def test_a_run_goes_on_after_its_superlink_and_its_server_app_have_ended(service
     assert "The ServerApp had ended. It is started again and resumes the run." in said
 
 
-@pytest.mark.parametrize("is_full", [True, False])
+@pytest.mark.parametrize(
+    ("is_full", "kind"), [(True, "RecordError"), (False, "RecordError"), (True, "ConfigError")]
+)
 def test_a_failure_on_a_full_disk_is_waited_out_and_any_other_is_an_error(
-    is_full, service, tmp_path, monkeypatch
+    is_full, kind, service, tmp_path, monkeypatch
 ):
     made = service((0, ""))
     said: list[str] = []
@@ -122,11 +124,11 @@ def test_a_failure_on_a_full_disk_is_waited_out_and_any_other_is_an_error(
 
     def submitted(*arguments: str) -> subprocess.CompletedProcess[str]:
         state = "failed" if made.starts == 0 else "finished"
-        Status(state, "rounds.jsonl could not be written", "RecordError").save(tmp_path)
+        Status(state, "rounds.jsonl could not be written", kind).save(tmp_path)
         return flwr(*arguments)
 
     made.link.flwr = submitted
-    if not is_full:
+    if not is_full or kind == "ConfigError":
         with pytest.raises(ConfigError, match="could not be written"):
             made.follow(said.append, lambda _: lambda _: None)
         return
