@@ -30,7 +30,6 @@ LONG_VARIANTS = (
     "tests/docs/test_data_page.py::test_commands_on_bundled_data_run_as_written",
     "tests/docs/test_readme.py::test_the_excerpt_is_what_the_demo_prints",
     "tests/docs/test_segmentation_page.py::test_a_run_is_reported_and_resumed_by_dice",
-    "tests/engines/test_growth.py::test_progfed_over_each_method_gives_the_same_numbers_on_every_engine[fedrescue]",
     "tests/engines/test_links.py::test_every_method_over_every_link_gives_the_same_numbers[dsfl-lossy]",
     "tests/engines/test_links.py::test_every_method_over_every_link_gives_the_same_numbers[feddf-lossy]",
     "tests/engines/test_links.py::test_every_method_over_every_link_gives_the_same_numbers[fedet-lossy]",
