@@ -38,7 +38,8 @@ def computing(precision: Precision, device: torch.device) -> Iterator[None]:
     """Compute in a precision within the block, and restore torch's global settings afterwards.
 
     Only matrix products and convolutions are affected. cuDNN searches for its fastest kernels,
-    unless torch must be deterministic.
+    unless torch must be deterministic. Rounded parameters are not cached, because an optimizer may
+    change parameters within the block.
 
     Args:
         precision: Precision of products. "fp32" and "fp64" round nothing.
@@ -49,7 +50,9 @@ def computing(precision: Precision, device: torch.device) -> Iterator[None]:
     matmul.allow_tf32 = cudnn.allow_tf32 = precision == "tf32"
     cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
     try:
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+        with torch.autocast(
+            device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False
+        ):
             yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = old_settings

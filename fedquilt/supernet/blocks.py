@@ -249,6 +249,9 @@ class BottleneckSpec(BlockSpec):
             filter=_unit(self.hidden, self.hidden, 3, self.stride),
             expand=_unit(self.hidden, self.out_channels, 1, act="none"),
         )
+        # Each block begins as its shortcut (Goyal et al. 2017). Otherwise the outputs of fresh nets
+        # are so large that the first steps at common learning rates diverge.
+        nn.init.zeros_(body["expand"].get_submodule("norm").get_parameter("weight"))
         shortcut = None
         if self.project:
             shortcut = _unit(self.in_channels, self.out_channels, 1, self.stride, act="none")

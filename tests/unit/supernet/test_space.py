@@ -123,6 +123,12 @@ def test_resnet50_is_a_member():
     assert space.cost(config).params == 25_557_032
 
 
+def test_fresh_bottlenecks_begin_as_their_shortcuts():
+    block = SMALL["resnet50"].member(SMALL["resnet50"].largest).get_submodule("stage1.1").eval()
+    inputs = torch.rand(2, block.body.reduce.conv.in_channels, 4, 4)
+    torch.testing.assert_close(block(inputs), inputs)
+
+
 def test_tiny_is_enumerated():
     space = TinySpace()
     configs = {
