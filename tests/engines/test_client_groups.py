@@ -197,7 +197,7 @@ def test_an_unusual_batch_size_is_captured_once_it_is_frequent(residual, make_da
     ((group,),) = run.engine.groups.idle.values()
     assert group._is_usual(2)  # nothing is captured on a CPU, so that no size is unusual
     group.stream = "a stream"
-    assert [group._is_usual(2) for _ in range(34)] == [False] * 32 + [True] * 2
+    assert [group._is_usual(2) for _ in range(6)] == [False] * 4 + [True] * 2
     assert not group._is_usual(3)
 
 
@@ -312,6 +312,18 @@ def test_nets_whose_evaluation_cannot_be_captured_are_reported_once(
     assert len(warnings) == 1  # for all members, which are tested and measured
 
 
+def store_on_gpu(family, method, fastest):
+    """Return a store as on a GPU, where a function chooses the layout, and a client's learner."""
+    world = World(family)
+    engine = SimpleNamespace(
+        layout="auto", device=torch.device("cuda"), captures_steps=True, world=world
+    )
+    store = GroupStore(engine)
+    store._fastest = fastest
+    job = Job(Client(0, fq.Budget(share=1.0), 1), prefix(family.whole), 0)
+    return store, method.learner(job, world)
+
+
 def test_few_clients_train_alone_if_many_are_faster_alone(residual):
     """Layouts are timed for the largest stack first. If "alone" is fastest there, smaller stacks
     are not timed.
@@ -322,15 +334,25 @@ def test_few_clients_train_alone_if_many_are_faster_alone(residual):
         timed.append(shape.count)
         return "grouped" if shape.count == 8 else "alone"
 
-    engine = SimpleNamespace(layout="auto", device=torch.device("cuda"), captures_steps=True)
-    store = GroupStore(engine)
-    store._fastest = fastest
-    learner = HeteroFL().learner(
-        Job(Client(0, fq.Budget(share=1.0), 1), prefix(residual.whole), 0), World(residual)
-    )
+    store, learner = store_on_gpu(residual, HeteroFL(), fastest)
     found = [store.layout_for(residual.whole, learner, count) for count in (4, 2, 8, 2, 1)]
     assert found == ["alone", "alone", "grouped", "alone", "alone"]
     assert timed == [4, 8]
+
+
+def test_clients_with_much_work_in_a_step_train_alone_and_nothing_is_timed(residual):
+    """Small steps are timed, and equal clients with large batches are not."""
+    timed = []
+
+    def fastest(shape):
+        timed.append(shape.learner.local.batch_size)
+        return "grouped"
+
+    for batch_size, layout in ((8, "grouped"), (1 << 20, "alone")):
+        method = with_local(HeteroFL(), batch_size=batch_size)
+        store, learner = store_on_gpu(residual, method, fastest)
+        assert store.layout_for(residual.whole, learner, 4) == layout
+    assert timed == [8]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Evaluation and norm statistics of many nets in few forward passes.
 
-Batches are joined into one large batch, stacked by vmap, or run by a captured pass.
+Batches are joined into one large batch, stacked by vmap, or run by a captured pass. On a GPU cuDNN
+searches for the fastest kernels only for captured passes. The sizes of other batches vary, and
+searching anew for each size would take longer than it saves.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch.func import vmap
 
 from fedquilt.engines.samples import EvalSamples
 from fedquilt.engines.vectorized.captured import CapturedPass, PassFunction, by_turns
-from fedquilt.engines.vectorized.cuda_graph import CaptureError
+from fedquilt.engines.vectorized.cuda_graph import CaptureError, unsearched
 from fedquilt.engines.vectorized.failures import fails_alone
 from fedquilt.engines.vectorized.stacking import add_lead, stacked
 from fedquilt.engines.vectorized.totals import ScorePart, Totals
@@ -135,7 +137,8 @@ class Evaluator:
             [all_evaluations[part.evaluation_index] for part in parts],
             [part.rows for part in parts],
         )
-        sums, outputs, targets = self._results(spec, evaluations, rows, absent)
+        with unsearched():
+            sums, outputs, targets = self._results(spec, evaluations, rows, absent)
         totals.add([part.evaluation_index for part in parts], sums)
         if outputs is not None:
             for part, batch_outputs, batch_targets in zip(parts, outputs, targets, strict=True):
@@ -327,7 +330,8 @@ class Evaluator:
         by_turns(captured[1] for captured, _ in begun if captured)
         statistics = []
         for (spec, weights), (captured, other_batches) in zip(nets, begun, strict=True):
-            measured = self._measured(spec, weights, other_batches)
+            with unsearched():
+                measured = self._measured(spec, weights, other_batches)
             if captured:
                 measured.append(self._end_pass(captured))
             statistics.append(mean_statistics(measured, len(batches)))

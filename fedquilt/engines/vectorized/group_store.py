@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -27,6 +26,10 @@ if TYPE_CHECKING:
 # Memory that idle client groups may hold on a CPU, as a multiple of a stack's memory.
 IDLE_STACKS = 4
 MIN_TIMED_CLIENTS = 4  # Least number of clients with which layouts are timed
+# Multiply-adds of a client's training step from which on clients are trained one by one on a GPU.
+# No other layout was faster for such steps (docs/performance.md), and capturing all of them to time
+# them takes seconds for each net.
+MIN_MACS_ALONE = 3_000_000_000
 
 _log = logging.getLogger(__name__)
 
@@ -46,8 +49,6 @@ class GroupStore:
         self.refused: dict[Shape, str] = {}  # Shapes that cannot be used, with the reason
         self._chosen: dict[Shape, GroupLayout] = {}  # Fastest layout, by shape
         self.warm: set[Hashable] = set()  # Actions that a client group has captured before
-        # Number of steps with batches that were not full, by shape and batch size.
-        self.tails: Counter[tuple[Shape, int]] = Counter()
 
     def group_for(self, stack: Stack) -> ClientGroup | None:
         """Return a client group that can train a stack, either an idle one or a new one.
@@ -93,7 +94,8 @@ class GroupStore:
     def layout_for(self, arch: Arch, learner: Learner, count: int) -> GroupLayout:
         """Return the layout in which clients of a member are trained.
 
-        It is the one that was asked for, or the fastest on this machine.
+        It is the one that was asked for, or the fastest on this machine. On a GPU clients with much
+        work in a step are trained one by one without timing other layouts.
 
         Args:
             arch: Architecture of the member.
@@ -109,6 +111,9 @@ class GroupStore:
         # A choice by measured times would not be deterministic.
         if not self.engine.captures_steps or torch.are_deterministic_algorithms_enabled():
             return "stack"
+        member = self.engine.world.family.member(arch)
+        if learner.macs(member, [learner.local.batch_size]) >= MIN_MACS_ALONE:
+            return "alone"
         key = Shape.of(arch, learner, count, "stack")
         if key not in self._chosen:
             # Training side by side pays off more with more clients. If it did not for more clients

@@ -16,6 +16,7 @@ number of nets, not with the number of their combinations.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
     from fedquilt.engines.vectorized.engine import Vectorized
 
 
-MIN_UNUSUAL_STEPS = 32  # Number of steps of an unusual batch size before that size is captured
+# Number of steps of an unusual batch size that a group runs without capture. A capture takes about
+# as long as so many steps, because the step runs up to three times for it.
+MIN_UNUSUAL_STEPS = 4
 
 
 class ClientGroup(GroupStep):
@@ -65,6 +68,7 @@ class ClientGroup(GroupStep):
         self.stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self.ragged = False  # True if a client has no captured batch in some step of the chunk
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._unusual: Counter[int] = Counter()  # Number of steps of each unusual batch size
         self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
         if self.net is not None:
             check_grouped(self, self.net)
@@ -118,9 +122,12 @@ class ClientGroup(GroupStep):
                 self._fill(step)
             size = self._sizes[step % self.chunk_steps]
             if size:
-                self._replay(
-                    step, size, masked=self._stack.sizes_at(step) != [size] * self.shape.count
-                )
+                # Where sizes vary, searching for the fastest kernels takes longer than it saves.
+                is_usual = size == self.shape.learner.local.batch_size
+                with nullcontext() if is_usual else unsearched():
+                    self._replay(
+                        step, size, masked=self._stack.sizes_at(step) != [size] * self.shape.count
+                    )
             else:
                 self.chunk_step += 1
                 self.age += len(self.shape.learner.phases)
@@ -145,14 +152,13 @@ class ClientGroup(GroupStep):
     def _is_usual(self, size: int) -> bool:
         """Return True if capturing steps of this batch size pays off.
 
-        Every size needs its own kernels, and searching for the fastest ones takes time. On a GPU
-        each call counts as one step, and the result is True after `MIN_UNUSUAL_STEPS` of them. On a
-        CPU it is always True.
+        Every size is captured anew. On a GPU each call counts as one step, and the result is True
+        after `MIN_UNUSUAL_STEPS` of them. On a CPU it is always True.
         """
         if self.stream is None:
             return True
-        self.engine.groups.tails[self.shape, size] += 1
-        return self.engine.groups.tails[self.shape, size] > MIN_UNUSUAL_STEPS
+        self._unusual[size] += 1
+        return self._unusual[size] > MIN_UNUSUAL_STEPS
 
     @property
     def _masking(self) -> bool:
