@@ -107,10 +107,17 @@ def rounds() -> None:
 
 
 def measured_bytes() -> None:
-    """Print the bytes at the socket and of the payload, by round and device."""
+    """Print the bytes at the socket and of the payload, by round and device.
+
+    Messages of evaluation are left out, because they are no payload of a round.
+    """
     rows = []
-    for name, more in (("perfect", ""), ("4 bits both ways", CODED)):
-        plan = Plan(rounds=ROUNDS, models=(LARGE,), more=more)
+    for name, method, more in (
+        ("FedRolex", "fedrolex", ""),
+        ("HeteroFL, 4 bits both ways", "heterofl", CODED),
+        ("FedRolex, 4 bits both ways", "fedrolex", CODED),
+    ):
+        plan = Plan(rounds=ROUNDS, method=method, models=(LARGE,), more=more)
         with tempfile.TemporaryDirectory() as folder:
             deployment = Deployment(Path(folder), plan, has_links=True)
             with deployment:
@@ -123,10 +130,12 @@ def measured_bytes() -> None:
                 deployment.end()
                 later = deployment.records[2:]
         messages = len(later) * len(SHARES)
+        reports = [record.grades.report for record in later if record.grades.report]
         for way in ("down", "up"):
             payload = sum(getattr(record, f"bytes_{way}") for record in later)
             messaged = sum(getattr(record.attendance, f"wire_{way}") for record in later)
-            socket = after[way] - before[way]
+            evaluation = sum(getattr(report.attendance, f"wire_{way}") for report in reports)
+            socket = after[way] - before[way] - evaluation
             extra = (socket - 1.05 * payload) / messages
             cells = [f"{count / messages / 1e3:,.1f}" for count in (payload, messaged, socket)]
             rows.append((f"{name}, {way}", *cells, f"{extra / 1e3:,.1f}"))
