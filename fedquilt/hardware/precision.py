@@ -34,21 +34,22 @@ def unfit(precision: Precision, device: str) -> str:
 
 
 @contextmanager
-def computing(precision: Precision, device: torch.device) -> Iterator[None]:
+def computing(precision: Precision, device: torch.device, search: bool = True) -> Iterator[None]:
     """Compute in a precision within the block, and restore torch's global settings afterwards.
 
-    Only matrix products and convolutions are affected. cuDNN searches for its fastest kernels,
-    unless torch must be deterministic. Rounded parameters are not cached, because an optimizer may
-    change parameters within the block.
+    Only matrix products and convolutions are affected. Rounded parameters are not cached, because
+    an optimizer may change parameters within the block.
 
     Args:
         precision: Precision of products. "fp32" and "fp64" round nothing.
         device: Device whose products "bf16" rounds.
+        search: True if cuDNN searches for its fastest kernels, unless torch must be deterministic.
+            The search is repeated for every new shape.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     old_settings = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
     matmul.allow_tf32 = cudnn.allow_tf32 = precision == "tf32"
-    cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
+    cudnn.benchmark = search and not torch.are_deterministic_algorithms_enabled()
     try:
         with torch.autocast(
             device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False

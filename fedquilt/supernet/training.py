@@ -211,7 +211,7 @@ class _Trainer:
             min(len(self.data.images), self.settings.calibration // self._per_image),
         )
         batches = torch.split(rows, self._rows_per_step)
-        with computing(self.settings.precision, self.device):
+        with computing(self.settings.precision, self.device, search=False):
             recalibrate(self.supernet.net, (self.data.batch(part)[0] for part in batches))
         if phase.kind == "largest":
             self.teacher = _frozen(self.supernet.net)
@@ -271,7 +271,8 @@ class _Trainer:
         total = len(batches) * self._num_epochs(phase)
         sums = torch.zeros(2, device=self.device)
         self.supernet.train()
-        with computing(settings.precision, self.device):
+        # Each step trains nets of other shapes.
+        with computing(settings.precision, self.device, search=False):
             for step, rows in enumerate(batches):
                 passed = (self.epoch * len(batches) + step) / total
                 for group in self.optimizer.param_groups:

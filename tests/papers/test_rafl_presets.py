@@ -185,7 +185,7 @@ def test_figure_2_has_the_settings_of_its_page(resolve) -> None:
             assert (local.epochs, local.batch_size, local.optimizer) == (
                 5,
                 64,
-                SGD(lr=0.01 if experiment.method.name == "rafl" else 0.05, momentum=0.0),
+                SGD(lr=0.01 if isinstance(experiment.method, RaFL) else 0.05, momentum=0.0),
             )
             assert experiment.method.weighting == "data"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -20,3 +21,11 @@ def test_products_in_bf16_follow_parameters_that_change_within_the_block():
     assert before.dtype == after.dtype == torch.bfloat16
     assert before.tolist() == [[2, 2]]
     assert after.tolist() == [[6, 6]]
+
+
+@pytest.mark.parametrize("search", [True, False])
+def test_cudnn_searches_within_the_block_only_if_asked(search):
+    before = torch.backends.cudnn.benchmark
+    with computing("fp32", torch.device("cpu"), search=search):
+        assert torch.backends.cudnn.benchmark is search
+    assert torch.backends.cudnn.benchmark is before
