@@ -264,7 +264,7 @@ class MeasureRequest:
                     "parameters": f"{member['params']:,}",
                     "accuracy": f"{member['accuracy']:.1%}",
                 }
-                for number, member in enumerate(result["members"], start=1)
+                for number, member in enumerate(result["measured"], start=1)
             }
             show_table(console, "member", rows)
 
@@ -295,10 +295,10 @@ class MeasureRequest:
             "file": Path(self.file).name,
             "space": supernet.space.name,
             "data": Path(self.data).name,
-            "labels": self.labels,
+            "labelled_by": self.labels,
             "samples": len(validation.images),
             "accuracy_by_size": accuracy_by_size(measured),
-            "members": [
+            "measured": [
                 {
                     "macs": member.costs.macs,
                     "params": member.costs.params,

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from fedquilt.cli.main import main
+from fedquilt.studies.stored import read_stored
+from fedquilt.studies.values import TableValue
 from fedquilt.supernet import Supernet, TinySpace, load_supernet, save_supernet
 from fedquilt.supernet.training import CHECKPOINT
 
@@ -123,14 +125,18 @@ def test_members_of_a_file_are_measured(folder, capsys):
         "few.npz",
         4,
     )
-    macs = [member["macs"] for member in found["members"]]
+    macs = [member["macs"] for member in found["measured"]]
     assert len(macs) == 5
     assert macs == sorted(macs)
     assert (macs[0], macs[-1]) == (53120, 276608)
-    accuracies = [member["accuracy"] for member in found["members"]]
+    accuracies = [member["accuracy"] for member in found["measured"]]
     assert all(0 <= accuracy <= 1 for accuracy in accuracies)
     ends = [found["accuracy_by_size"][name] for name in ("smallest", "largest")]
     assert ends == [accuracies[0], accuracies[-1]]
+    Path("stored").mkdir()
+    Path("stored/summary.json").write_text(json.dumps(found))
+    smallest = TableValue.parse("accuracy_by_size smallest %")
+    assert smallest.of(read_stored(Path("stored"))) == accuracies[0]
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "measure members: 5" in said
