@@ -4,9 +4,10 @@
     python bench/watch.py [--rounds 40] [--watchers 200]
 
 `recording` is the time in which a round's record is written, without checkpoints, beside the time
-of the round. `delay` is the time from the write of a record to the event that tells a reader, and
-to the end of the reader's request for the new content. The run goes on in another process, and
-`round` is the median time of its rounds without and with watchers.
+of the round. `noticing` is the time in which a round is planned on a state that notices whether
+plans read it, beside that on the state itself. `delay` is the time from the write of a record to
+the event that tells a reader, and to the end of the reader's request for the new content. The run
+goes on in another process, and `round` is the median time of its rounds without and with watchers.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ from urllib.request import urlopen
 
 from measure import machine
 
+from fedquilt import Run
 from fedquilt.report.watch import wait_for_run
+from fedquilt.round import ObservedState
+from fedquilt.round.budgets import planned
 from fedquilt.runs.folder import Folder
 from fedquilt.runs.recipe import config_text
 
 RUN = [sys.executable, "-m", "fedquilt", "run", "--method", "heterofl"]
 WATCH = [sys.executable, "-m", "fedquilt", "watch"]
 TIMEOUT_SECONDS = 120.0
+PLAN_TIMES = 200  # Plans of a round whose median is printed
 SETTLE_SECONDS = 15.0  # Time after the run in which the last events come
 
 
@@ -107,6 +112,31 @@ def recording(folder: Path, rounds: int) -> None:
     print(
         f"recording   {1e3 * middle:.2f} ms a round of {rest:.2f} s ({middle / rest:.2%}), "
         f"{size:.0f} bytes a round"
+    )
+    noticing(run)
+
+
+def noticing(run: Run) -> None:
+    """Print the time in which a round is planned, with and without a state that notices reads."""
+    server, world = run.server, run.world
+    ids = run.fleet.draw_cohort(server.round, world.seed, None, 0)
+    cohort = [
+        run.fleet.client(id, server.round, world.seed, run.engine.size(id), position)
+        for position, id in enumerate(ids)
+    ]
+
+    def seconds(observed: bool) -> float:
+        began = time.perf_counter()
+        state = ObservedState(server).server if observed else server
+        for client in cohort:
+            planned(run.method, state, client, world)
+        return time.perf_counter() - began
+
+    pairs = [(seconds(True), seconds(False)) for _ in range(PLAN_TIMES)]
+    noticed, plain = (statistics.median(times) for times in zip(*pairs, strict=True))
+    print(
+        f"noticing    {1e6 * noticed:.0f} µs to plan a round of {len(cohort)} clients, "
+        f"{1e6 * plain:.0f} µs without it"
     )
 
 
