@@ -13,6 +13,7 @@ import fedquilt as fq
 from fedquilt.engines.vectorized.captured import CapturedPass, by_turns
 from fedquilt.engines.vectorized.cuda_graph import CaptureError
 from fedquilt.engines.vectorized.group_store import GroupStore
+from fedquilt.engines.vectorized.groups import ClientGroup
 from fedquilt.engines.vectorized.stack import build_stack
 from fedquilt.engines.vectorized.stacked_step import train_step
 from fedquilt.family.cut import prefix
@@ -199,6 +200,19 @@ def test_an_unusual_batch_size_is_captured_once_it_is_frequent(residual, make_da
     group.stream = "a stream"
     assert [group._is_usual(2) for _ in range(6)] == [False] * 4 + [True] * 2
     assert not group._is_usual(3)
+
+
+def test_a_group_that_knows_the_batch_sizes_is_preferred(residual, make_data):
+    data = make_data(residual, (6,))
+    run = played(with_local(HeteroFL(), batch_size=4), residual, data, "alone", shares=(1.0,))
+    store = run.engine.groups
+    ((shape, idle),) = store.idle.items()
+    knowing = ClientGroup(run.engine, shape)
+    knowing._unusual[2] = 1
+    idle[:] = [idle[0], knowing, ClientGroup(run.engine, shape)]
+    assert store._ready(shape, {2, 4}) is knowing
+    assert knowing not in idle
+    assert len(idle) == 2
 
 
 # --- captured passes ----------------------------------------------------------------------------

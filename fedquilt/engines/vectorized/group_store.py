@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -79,11 +79,12 @@ class GroupStore:
             set(client_sizes) != {full} or len(client_sizes) != len(stack.sizes[0])
             for client_sizes in stack.sizes
         )
+        all_sizes = {size for client_sizes in stack.sizes for size in client_sizes}
         for layout in dict.fromkeys((shape.layout, "stack" if count > 1 else "alone")):
             candidate = replace(shape, layout=layout)
             try:
                 with blamed(stack.jobs[0], f"preparing a stack of {count}"):
-                    group = self._ready(candidate)
+                    group = self._ready(candidate, all_sizes)
                     if ragged and count > 1:
                         group.capture_step(masked=True)
                 return group
@@ -164,10 +165,16 @@ class GroupStore:
         _log.info("%d clients of one member, %d at once: %s", num_clients, shape.count, times)
         return best
 
-    def _ready(self, shape: Shape) -> ClientGroup:
+    def _ready(self, shape: Shape, sizes: Collection[int] = ()) -> ClientGroup:
         """Return a client group of this shape whose step is captured.
 
-        It is an idle group, which is removed from `idle`, or else a new one.
+        It is an idle group, which is removed from `idle`, or else a new one. Of several idle groups
+        it is one that has run the most steps of the given batch sizes, because it has captured
+        them, or will do so soon.
+
+        Args:
+            shape: Shape of the group.
+            sizes: Batch sizes that the group will train on.
 
         Raises:
             CaptureError: The step cannot be captured, or the shape was refused before.
@@ -175,7 +182,11 @@ class GroupStore:
         """
         if shape in self.refused:
             raise CaptureError(self.refused[shape])
-        group = self.idle[shape].pop() if self.idle.get(shape) else ClientGroup(self.engine, shape)
+        if idle := self.idle.get(shape):
+            group = max(idle, key=lambda candidate: candidate.num_unusual_steps(sizes))
+            idle.remove(group)
+        else:
+            group = ClientGroup(self.engine, shape)
         with self.engine.computing():  # A captured step keeps the precision of its capture.
             group.capture_step()
         return group

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -159,6 +159,14 @@ class ClientGroup(GroupStep):
             return True
         self._unusual[size] += 1
         return self._unusual[size] > MIN_UNUSUAL_STEPS
+
+    def num_unusual_steps(self, sizes: Collection[int]) -> int:
+        """Return how many steps of some unusual batch sizes the group has run on a GPU.
+
+        Args:
+            sizes: The batch sizes. The usual size has no effect.
+        """
+        return sum(self._unusual[size] for size in sizes)
 
     @property
     def _masking(self) -> bool:
