@@ -148,6 +148,10 @@ class SuperNode:
             if process.is_running:
                 continue
             if name not in self._due:
+                if process is self.worker and self._messages.lacks_a_reply:
+                    # It may wait for the reply of a worker that has ended for ever. Once both are
+                    # back, the server sends its request again.
+                    self.node.stop()
                 if now - self._begun[name] > STABLE_SECONDS:
                     self._waits.pop(name, None)
                 wait = min(2 * self._waits.get(name, RESTART_SECONDS / 2), MAX_RESTART_SECONDS)
@@ -238,7 +242,12 @@ class MessageLog:
     @property
     def has_kept_a_reply(self) -> bool:
         """Return True if a reply was sent after the last message, and not as many in all."""
-        return self._has_just_sent and self._received > self._sent
+        return self._has_just_sent and self.lacks_a_reply
+
+    @property
+    def lacks_a_reply(self) -> bool:
+        """Return True if more messages were received than replies were sent."""
+        return self._received > self._sent
 
 
 def num_sleeps(process: int) -> int | None:

@@ -9,6 +9,7 @@ uses internals of flwr, which are all imported in `_internals`. A test lists the
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import threading
 import time
@@ -128,25 +129,28 @@ class DeviceWorker:
         The message of a task may never become complete, because the server has died while it was
         sent. flwr then waits for minutes, in which other tasks have to continue. Training itself is
         one task at a time.
+
+        A SuperNode waits for the reply to a message, and does not notice that its task has failed.
+        So a task without a reply is not reported as failed. Without heartbeats its SuperNode gives
+        it up after a minute, and replies that the app does not respond.
         """
         client = self._client(self._flwr.RuntimeTokenHttpInterceptor(token))
         heartbeat = self._flwr.HeartbeatSender(self._flwr.make_task_heartbeat_fn_http(client))
-        context, status, details = None, self._flwr.SubStatus.FAILED, "the worker stopped"
         try:
             heartbeat.start()
             message, context, _, _ = self._flwr.pull_task_input(client)
             with self._training:
                 reply = reply_to(message, self._host)
             self._flwr.push_message(client, reply, context)
-            status, details = self._flwr.SubStatus.COMPLETED, ""
-        except Exception as error:
-            details = said(error)
-            _log.warning("A task was given up: %s", details)
+            self._flwr.push_task_output(
+                client=client,
+                context=context,
+                sub_status=self._flwr.SubStatus.COMPLETED,
+                details="",
+            )
+        except Exception as error:  # The SuperNode may be gone, or the run may have ended.
+            _log.warning("A task was given up: %s", said(error))
         finally:
-            with suppress(Exception):  # The SuperNode may be gone, or the run may have ended.
-                self._flwr.push_task_output(
-                    client=client, context=context, sub_status=status, details=details
-                )
             with suppress(RuntimeError):
                 heartbeat.stop()
             client.close()
@@ -189,6 +193,9 @@ def main(argv: Sequence[str]) -> None:
     """
     address, settings, secret = argv
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    # flwr interrupts a worker whose task has expired, such as one that was paused. It then ends at
+    # once, because a thread that trains cannot be unwound.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     host = DeviceHost(DeviceSettings.load(Path(settings)))
     DeviceWorker(address, host, Path(secret).read_bytes()).serve()
 

@@ -52,6 +52,32 @@ def test_a_supernode_that_polls_or_uploads_is_left_alone(code, tmp_path, monkeyp
     assert watched(tmp_path, monkeypatch, code, seconds=3).node.starts == 1
 
 
+@pytest.mark.parametrize(("replies", "starts"), [(0, 2), (1, 1)])
+def test_a_supernode_is_started_again_if_its_worker_ended_without_a_reply(
+    replies, starts, tmp_path, monkeypatch
+):
+    """flwr waits for the reply to a message for ever, even if the message's task has ended."""
+    prints = "print('Received successfully');" + "print('Sending: train message');" * replies
+    code = LISTENS + prints + " threading.Event().wait()"
+    monkeypatch.setattr(supernode, "RESTART_SECONDS", 0.2)
+    settings = DeviceSettings("phone", "unused", Budget(share=0.5), tmp_path)
+    node = SuperNode(settings, "127.0.0.1:1")
+    home, words = dict(os.environ), [sys.executable, "-u", "-c"]
+    listens = [*words, code.format(port=node.port)]
+    node.node = Process("the SuperNode", listens, home, node.node.log)
+    ended = f"import time, pathlib; file = pathlib.Path({str(tmp_path / 'ended')!r});"
+    ends = ended + " seconds = 60 if file.exists() else 1; file.touch(); time.sleep(seconds)"
+    node.worker = Process("the worker", [*words, ends], home, tmp_path / "worker.log")
+    node.processes = [node.node, node.worker]
+    end = time.monotonic() + 20
+    with node:
+        while time.monotonic() < end and (node.worker.starts < 2 or node.node.starts < starts):
+            node.watch()
+            time.sleep(0.05)
+        assert node.worker.starts == 2
+        assert node.node.starts == starts
+
+
 def test_a_process_that_does_not_exist_has_no_number_of_sleeps():
     assert num_sleeps(2**31 - 1) is None
 
@@ -83,6 +109,7 @@ def test_a_reply_that_was_kept_is_found_in_the_log(events, expected, tmp_path):
             file.write(words[event])
         log.read()
     assert log.has_kept_a_reply == expected
+    assert log.lacks_a_reply == (events.count("R") > events.count("S"))
     path.write_text(words["N"])  # A log that became too large is begun anew.
     log.read()
     assert not log.has_kept_a_reply
