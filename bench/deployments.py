@@ -78,8 +78,9 @@ class Plan:
     rounds: int = 3
     epochs: int = 1  # 60 take about a second at share 1, so that a round can be caught in the act
     # Settings of the optimizer. Errors of rounding grow with the number of steps. With momentum
-    # they exceed 1e-9 after two rounds of 450 steps, and with a rate of 0.01 after ten.
-    optimizer: str = '{ name = "sgd", lr = 0.0005 }'
+    # they exceed 1e-9 after two rounds of 450 steps, with a rate of 0.01 after ten, and with 0.0005
+    # after twenty.
+    optimizer: str = '{ name = "sgd", lr = 0.00002 }'
     shares: Sequence[float] = SHARES
     method: str = "fedrolex"
     settings: str = ""  # Further settings of the method
