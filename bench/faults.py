@@ -285,9 +285,10 @@ def suffer(deployment: Deployment, name: str, result: Result) -> None:
     after = before if in_training else deployment.num_rounds
 
     def is_over() -> bool:
+        has_ended = everybody_replied(deployment, after)  # A round may count after this line.
         if not counted and deployment.num_rounds > before:
             counted.append(time.monotonic() - began)
-        return everybody_replied(deployment, after)
+        return has_ended
 
     deployment.wait(is_over, f"all devices are back after: {name}", RECOVERY_SECONDS)
     lost = 0
