@@ -3,7 +3,7 @@
     pip install -e '.[cli,flower]'
     python bench/deployment_costs.py [--only rounds,bytes,devices,server,polls]
 
-All parts are short, and together take about eight minutes on two idle cores. Deployments have TLS
+Together all parts take about 17 minutes on two idle cores. Deployments have TLS
 and node keys, and a link in which bytes are counted between each device and the gate.
 
     rounds   seconds of a round of three devices: one batch each (trivial) and two seconds of

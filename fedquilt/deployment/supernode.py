@@ -149,8 +149,8 @@ class SuperNode:
                 continue
             if name not in self._due:
                 if process is self.worker and self._messages.lacks_a_reply:
-                    # It may wait for the reply of a worker that has ended for ever. Once both are
-                    # back, the server sends its request again.
+                    # The SuperNode may wait for ever for the reply of the worker that has ended.
+                    # Once both are back, the server sends its request again.
                     self.node.stop()
                 if now - self._begun[name] > STABLE_SECONDS:
                     self._waits.pop(name, None)

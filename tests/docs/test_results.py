@@ -120,10 +120,9 @@ def test_other_tables_say_that_they_were_transcribed_and_from_which_command(resu
             continue
         section = re.split(r"^#+ .*\n", text[: table.start()], flags=re.MULTILINE)[-1]
         before = section.rstrip().rpartition("\n\n")[2]
-        assert "ranscribed" in before, table[0].splitlines()[0]
-        assert re.search(r"python (examples|bench)/|fedquilt reproduce", section), table[
-            0
-        ].splitlines()[0]
+        header = table[0].splitlines()[0]
+        assert "ranscribed" in before, header
+        assert re.search(r"python (examples|bench)/|fedquilt reproduce", section), header
 
 
 @pytest.mark.parametrize(
